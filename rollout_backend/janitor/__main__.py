@@ -99,8 +99,8 @@ def main() -> None:
 
 
 def watch(manager: int, state: RunState) -> None:
-    """Read until the run is done or dead. Its death shows as the end of the pipe or, if a forked child holds the pipe
-    open, as the end of the process."""
+    """Read until the run is done or dead. The run is dead when the pipe ends or, if a forked child holds the pipe
+    open, when the process ends."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)

@@ -1,4 +1,4 @@
-"""The run directory: what the run was started with, and local copies of every result and every step's report.
+"""The run directory: the settings of a run, and local copies of its results and step reports.
 
 RUN_DIR/config.yaml                  every setting, without secrets
 RUN_DIR/run.json                     each start of the run: versions, agent, how it ended (`RunInfo`)
@@ -7,7 +7,7 @@ RUN_DIR/artifacts/STEP/ROLLOUT_ID    the artifacts that a scorer was given
 RUN_DIR/steps/STEP.tasks.jsonl       the step's tasks
 RUN_DIR/steps/STEP.json              the step's report
 RUN_DIR/steps/STEP.rollouts.jsonl    one line for each planned rollout: its record
-RUN_DIR/steps/STEP.summary.jsonl     the numbers of these records, of the report and of tasks: derived, made again
+RUN_DIR/steps/STEP.summary.jsonl     a summary of the records, the report and the tasks, which is computed again
                                      if missing
 RUN_DIR/steps/STEP.running.jsonl     the records while the step runs, with deadlines; replaced every few seconds
 RUN_DIR/rescored/NAME/               rewards that a scorer computed later: see `rescoring`
@@ -21,7 +21,7 @@ Invariants:
   each open step.
 - Results are written in a thread, so that a slow disk does not delay other results. If `_MAX_PENDING` results are
   waiting, the caller writes.
-- A disk that does not answer holds up nothing for longer than `_DISK_S`, and not the end of the process.
+- A disk that hangs delays callers by at most `_DISK_S`, and never the end of the process.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _DISK_S = 60.0
 # A caller writes in the event loop.
 _CALLER_S = 5.0
 _COMPARED = 10_000
-"""Ids with which a mistyped one is compared, the newest first."""
+"""Number of newest task ids that are compared with a mistyped id."""
 
 
 class _Writer:
@@ -143,7 +143,7 @@ class RunArchive:
         self._copying = threading.Lock()
 
     def write_failed_start(self, config: RolloutConfig, start: RunStart, error: str) -> None:
-        """Add a failed start to `run.json`. Settings of an earlier start are kept, with which the run can resume."""
+        """Add a failed start to `run.json`. The settings of an earlier start are kept, so that the run can resume."""
         stored = self.run_dir / CONFIG
         text = stored.read_bytes() if stored.is_file() else None
         self.write_start(config, start)
@@ -171,7 +171,7 @@ class RunArchive:
             self._write_info(self._info.with_last(state=state, error=error, ended_at=time.time()))
 
     def write_last_step_end(self) -> None:
-        """Record that the last step's rollouts have ended, so that the run has ended once its process is gone."""
+        """Record that the last step's rollouts have ended: the run has then ended when its process exits."""
         if self._info is not None:
             self._info = self._info.with_last(last_step_ended=True)
             self._write_info(self._info)
@@ -252,7 +252,7 @@ class RunArchive:
         return written
 
     def _write_copy(self, step: int, path: Path, data: bytes, limit_s: float = -1) -> bool:
-        """Write a copy, one at a time: wait at most `limit_s` for the one before, by default as long as it takes."""
+        """Write one copy at a time. Wait for the previous copy for at most `limit_s`, by default without a limit."""
         if not self._copying.acquire(timeout=limit_s):
             if not self._hangs:
                 log.warning("%s does not answer: results are not copied there. S3 has them", self.run_dir)
@@ -302,8 +302,8 @@ class RunArchive:
         self._writer.end()
 
     async def wait(self, *writes: Future[Any]) -> None:
-        """Wait for submitted calls, for at most `_DISK_S`: then the run goes on, and they do if they can. Errors are
-        logged when they occur."""
+        """Wait for submitted calls, for at most `_DISK_S`. After that, the run continues, and the calls may still
+        complete. Errors are logged when they occur."""
         if writes and (await asyncio.wait(map(asyncio.wrap_future, writes), timeout=_DISK_S))[1]:
             self._report_hang()
 
@@ -340,7 +340,7 @@ class RunArchive:
         if records:
             lines = "".join(f"{record.model_dump_json()}\n" for record in records)
             if self.try_to_write(self._step_file(step, _RECORDS), lines.encode()):
-                # In the writer's thread, so that it follows any pending write of the step's other files.
+                # The writer's thread runs this after all pending writes of the step's other files.
                 self.submit(self._summarize, step, records)
             self.submit(self._step_file(step, _RUNNING).unlink, missing_ok=True)
 
@@ -389,8 +389,8 @@ class RunArchive:
         return [record for record in self._records_with(task_id, task_id) if record.task_id == task_id]
 
     def _records_with(self, name: str, task_id: str) -> Iterator[RolloutRecord]:
-        """Yield the records of a task that contain a name. Other records are not decoded, nor steps without the task
-        read, because that takes minutes for a training."""
+        """Yield the records of a task that contain a name. Other records are not decoded and steps without the task
+        are not read, because that takes minutes for a training."""
         quoted, task = to_json(name), to_json(task_id)
         for step in self.steps():
             if task not in self._stored_summary(step)[1]:
@@ -423,7 +423,7 @@ class RunArchive:
         return self._stored_summary(step)[0].summary
 
     def read_overview(self, step: int) -> StepOverview:
-        """Return what pages over many steps show of the report of a step that has records.
+        """Return the overview of a step that has records, for pages of many steps.
 
         Raises:
             ValueError: a record or the report is damaged, or another version of this package wrote it.
@@ -453,7 +453,7 @@ class RunArchive:
             if stored.records == _stamp(self._step_file(step, _RECORDS)):
                 return stored, totals
         except (OSError, ValueError):
-            # Missing, damaged, or of another version: derived from the records again.
+            # The file is missing, damaged, or of another version, so it is computed again.
             pass
         return self._summarize(step)
 
@@ -558,10 +558,10 @@ class _StoredSummary(BaseModel, frozen=True):
     """The first line of a step's summary file; the second one has its `TaskTotals`."""
 
     records: tuple[int, int]
-    """Size and time of change of the records of which the summary was made."""
+    """Size and modification time of the records when the summary was computed."""
     summary: StepSummary
     report: tuple[int, int] | None = None
-    """The same of the report of which the overview was made; None if there was no report."""
+    """Size and modification time of the report; None if there was no report."""
     overview: StepOverview | None = None
 
 

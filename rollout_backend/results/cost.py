@@ -122,8 +122,8 @@ class Prices:
         return self.session_s * usage.session_s + self.own_s * (usage.session_s - usage.model_s)
 
     def cost_of_steps(self, steps: Iterable[StepSummary]) -> Cost:
-        """Return the cost of steps. Asynchronous trainers have several steps at the same time: the GPUs cost once for
-        such a time."""
+        """Return the cost of steps. Asynchronous trainers run several steps at the same time; the GPUs are then
+        charged once."""
         total, covered = Cost(0.0, 0.0, 0.0, 0.0), 0.0
         for step in sorted(steps, key=lambda each: (each.began, each.ended)):
             total += self.cost_of(step, covered)

@@ -5,7 +5,7 @@ Invariants:
 - The schema, never the values, determines the types, so an empty table has the same columns as a full one.
 - Missing values are null. A missing reward is never 0.
 - Changing a column's meaning or type, or removing it, requires a new `TABLES_VERSION`. Adding a column does not.
-- Memory holds only the records of one step and `max_rows` rows of each table, whatever the size of the run.
+- Memory holds only the records of one step and `max_rows` rows of each table, regardless of the run's size.
 - The files of an earlier export are replaced once all new ones are complete. A failed export leaves no files.
 """
 
@@ -187,7 +187,7 @@ def _open(path: Path, schema: pa.Schema, to: TableFormat) -> _Writer:
 
 
 class _Csv:
-    """Writes CSV whose texts a spreadsheet does not run as formulas: agents' texts are untrusted."""
+    """Writes CSV and prevents spreadsheets from running agents' untrusted text as formulas."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._writer = pyarrow.csv.CSVWriter(path, schema)
@@ -227,7 +227,7 @@ def parse_s3_folder(url: str) -> tuple[str, str]:
     """Return bucket and prefix of `s3://BUCKET/PREFIX`. The prefix is empty, or ends in a slash.
 
     Raises:
-        ConfigError: the URL is another one, or names no bucket.
+        ConfigError: the URL has another scheme, or names no bucket.
     """
     bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
     if not bucket or not url.startswith(SCHEME):
@@ -237,7 +237,7 @@ def parse_s3_folder(url: str) -> tuple[str, str]:
 
 
 async def upload(files: Iterable[Path], bucket: str, prefix: str, config: AwsConfig) -> None:
-    """Upload files one by one. Each one replaces the object of its name once it is complete.
+    """Upload files one by one. A completed upload replaces the object of the same name.
 
     Raises:
         ConfigError: S3 refuses a file; says why.
@@ -353,7 +353,7 @@ def event_rows(run_id: str, record: RolloutRecord) -> Iterator[Row]:
 
 
 def step_row(run_id: str, step: StepData, prices: Prices | None = None) -> Row:
-    """Return the row of a step. Values that only its report has are null if it was interrupted."""
+    """Return the row of a step. Values from its report are null if it was interrupted."""
     cost, report, summary = step.cost(prices), step.read_report(), step.summary
     completed = summary.completed_rewards
     return {

@@ -1,4 +1,4 @@
-"""Find what to look at in a step: whether it can be trained, and what cost time or data. Pure."""
+"""Derive the findings on a step: whether it can be trained, and what cost time or data. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact about a step and what to do about it: a setting to change, or a command that shows more."""
+    """A fact about a step, and the setting to change or the command that shows more."""
 
     level: Level
     text: str
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StepOverview:
-    """What pages over many steps show of a step's report, whose groups take much longer to read."""
+    """Overview of a step for pages of many steps. It loads much faster than the groups of the step's report."""
 
     findings: tuple[Finding, ...]
     """What to look at first."""
@@ -170,7 +170,7 @@ def cut_replies(cut: int, turns: int) -> Iterator[Finding]:
 
 
 def failure_findings(failures: Sequence[FailureCount], planned: int) -> Iterator[Finding]:
-    """Describe the failures of a step with this many planned rollouts, by kind."""
+    """Describe the failures of a step that planned this many rollouts, by kind."""
     silent = [failure for failure in failures if failure.reason == _NO_MODEL_CALL]
     if silent:
         text = f"no model call made by {sum(failure.number for failure in silent)} of {planned} rollouts"
@@ -215,7 +215,7 @@ _IDLE = 0.5
 _LISTED = 5
 # A session that is being stopped may still send this many requests.
 _LAST_REQUESTS = 2
-# By the reason why rollouts were cut off.
+# Advice by the reason why rollouts were cut off.
 _LENGTH_ADVICE = {
     "straggler": "group.straggler_factor: raise it",
     "target_reached": "group.oversample, group.target_groups",
@@ -336,7 +336,7 @@ def _has_queue(use: EngineUse) -> bool:
 
 
 def rate_findings(invokes: CallRate | None, stops: CallRate | None) -> Iterator[Finding]:
-    """Describe the rate that the runtime granted for each kind of call that it refused. None: it refused none."""
+    """Describe the rate that the runtime granted for invokes and stops. None: no such call was refused."""
     for call, setting, rate in (("invoke", "runtime.invoke_per_s", invokes), ("stop", "runtime.stop_per_s", stops)):
         if rate is not None:
             text = f"the runtime refused {count(rate.refused, call)} in {rate.seconds:.0f} s"

@@ -39,7 +39,7 @@ _SHUTDOWN_S = 1.0
 
 
 class _Seen:
-    """The last values of growing counts."""
+    """The last values of counters."""
 
     def __init__(self) -> None:
         self._values: dict[Any, float] = {}

@@ -11,7 +11,7 @@ from typing import TypeVar
 CHUNK = 64
 """Records in one piece of work."""
 MIN_ROLLOUTS = 1024
-"""Fewer rollouts are done in this process before others have started."""
+"""With fewer rollouts, this process finishes before others have started."""
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")

@@ -1,4 +1,4 @@
-"""Compute the totals of running steps, and the state of a run at one moment, for a display.
+"""Compute the totals of running steps, and a snapshot of a run for display.
 
 Invariant: `StepTotals.update` reads each settled rollout once; its cost does not grow with the step.
 """
@@ -275,7 +275,7 @@ class FirstCall:
         self._silent_since: float | None = None
 
     def observe(self, now: float, running: int, stats: GatewayStats) -> None:
-        """Update `arrived` and `warning`. `now` is in seconds of any monotonic clock; `running` counts agents."""
+        """Update `arrived` and `warning`. `now` is the time of any monotonic clock; `running` counts agents."""
         # A load balancer's health check may cause this error.
         refused = stats.errors.keys() - {"not_found"}
         if stats.calls or stats.calls_in_flight or refused:

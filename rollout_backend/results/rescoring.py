@@ -1,4 +1,4 @@
-"""Compute the rewards of a run's stored rollouts again, and write them as a new version next to the stored ones.
+"""Score a run's stored rollouts again, and write the rewards as a new version next to the stored ones.
 
 RUN_DIR/rescored/NAME/scorer.json    the scorer, a digest of its file, and when it ran
 RUN_DIR/rescored/NAME/STEP.jsonl     one line for each completed rollout: its stored reward and the new one

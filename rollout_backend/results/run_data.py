@@ -192,7 +192,7 @@ def _is_by_verl(archive: RunArchive) -> bool:
 
 @contextlib.contextmanager
 def reading(archive: RunArchive, step: int) -> Iterator[None]:
-    """Name the step in the error, a ConfigError, of a file that cannot be read within this context."""
+    """Raise a ConfigError that names the step if a file cannot be read within this context."""
     try:
         yield
     except ValueError as error:
@@ -206,7 +206,7 @@ def _read_step(
     written_at: float | None = None,
     state: RunState | None = None,
 ) -> StepData:
-    """`written_at`: when the records of a running step were written; None for one that is over."""
+    """Read a step. `written_at`: when a running step's records were written; None for a step that has ended."""
     name, is_validation = describe_batch(step) if by_verl else (str(step), False)
     with reading(archive, step):
         if written_at is not None:

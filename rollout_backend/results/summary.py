@@ -356,7 +356,7 @@ def seconds_of(record: RolloutRecord) -> Seconds:
         return Seconds(waiting=max(0.0, end - record.planned_at) if record.result is None else 0.0)
     first = record.invoked_at if record.first_invoked_at is None else record.first_invoked_at
     waiting, before = max(0.0, first - record.planned_at), max(0.0, record.invoked_at - first)
-    # An earlier manager may have recorded when the rollout was accepted.
+    # `accepted_at` is missing if an earlier manager's invoke was accepted.
     accepted = record.invoked_at if record.accepted_at is None else record.accepted_at
     starting, work = max(0.0, accepted - record.invoked_at), max(0.0, end - accepted)
     if record.result is None:

@@ -102,7 +102,7 @@ def timeline(records: Sequence[RolloutRecord], place: dict[str, int]) -> dict[st
 
 
 def polyline(points: Iterable[tuple[float, float | None]]) -> str:
-    """Return the path of a line, which is interrupted where a point has no y."""
+    """Return the path of a line, with gaps where a point has no y."""
     out, pen = [], "M"
     for x, y in points:
         out.append("" if y is None else f"{pen}{x:.1f} {y:.1f}")
@@ -204,7 +204,7 @@ def _bridged(values: Sequence[float | None]) -> tuple[float | None, ...]:
 
 
 def nice(top: float) -> float:
-    """Return a round number of at least `top`, as the end of an axis."""
+    """Return a round number of at least `top`, for the end of an axis."""
     unit = 10.0 ** math.floor(math.log10(max(top, 1e-9)))
     return next(each * unit for each in (1, 2, 2.5, 4, 5, 8, 10) if each * unit >= top * (1 - 1e-9))
 
@@ -233,7 +233,7 @@ def histogram(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def scatter(records: Sequence[RolloutRecord]) -> dict[str, Any] | None:
-    """Lay out rewards against lengths, of a bounded number of rollouts; None without a reward."""
+    """Lay out rewards against lengths for a bounded number of rollouts; None without a reward."""
     pairs = [(each.result.sampled_tokens, each.reward) for each in records if each.result and each.reward is not None]
     if not pairs:
         return None

@@ -50,9 +50,9 @@ _token_text = functools.lru_cache(1)(TokenText.load)
 def write_report(run_dir: Path, against: Path | None = None, known: dict[int, StepData] | None = None) -> Path:
     """Write RUN_DIR/report.html and return its path. `against` is the directory of a run to compare with.
 
-    For a run of several steps, also write pages of its newest steps to RUN_DIR/report/, until these have shown
-    `MAX_PAGE_ROLLOUTS`. A page that is newer than its step's files and the settings is kept, except in a comparison.
-    `known` caches the steps for the next call.
+    For a run of several steps, also write pages of its newest steps to RUN_DIR/report/, until they contain
+    `MAX_PAGE_ROLLOUTS` rollouts. A page that is newer than its step's files and the settings is kept, except in a
+    comparison. `known` caches the steps for the next call.
 
     Raises:
         ConfigError: a folder holds no step, or a file of another version.

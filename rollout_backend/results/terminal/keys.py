@@ -71,7 +71,7 @@ class Keys:
 
 
 def _in_foreground(fd: int) -> bool:
-    """Return whether this process may use the terminal: the kernel stops background processes that do."""
+    """Return whether this process may use the terminal. The kernel stops background processes that use it."""
     try:
         return os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:

@@ -1,4 +1,4 @@
-"""Show a run, or a step of it, in a terminal or as JSON: its numbers, what to look at first, and where next.
+"""Show a run, or a step of it, in a terminal or as JSON: its numbers, findings, and commands that show more.
 `RunSummary` is what `rollout run` prints at its end, in at most twelve lines."""
 
 import shlex
