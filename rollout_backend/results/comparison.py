@@ -194,7 +194,7 @@ def _entries(first: Mapping[str, Any], second: Mapping[str, Any], *, equal_too: 
 def shown_comparison(
     steps: Sequence[StepData], against: RunData | None, others: Sequence[StepData]
 ) -> dict[str, Any]:
-    """Return what the templates show of the other run, `against`: its steps `others`, compared with `steps`."""
+    """Return the template values for the other run, `against`: its steps `others`, compared with `steps`."""
     differences: tuple[Difference, ...] = ()
     if against is not None:
         before, after = (RunTotals(step.read_totals() for step in of_side) for of_side in (others, steps))

@@ -104,7 +104,7 @@ class RolloutRecord(BaseModel, frozen=True):
 
     @property
     def times(self) -> dict[str, float]:
-        """Return when each event of the rollout happened, in order, without those that did not."""
+        """Return the times of the rollout's events, in order, without events that did not happen."""
         events = ("planned", "invoked", "accepted", "result", "settled")
         return {event: at for event in events if (at := getattr(self, f"{event}_at")) is not None}
 

@@ -144,9 +144,9 @@ def _lists(arrays: Sequence[Any], dtype: type) -> Any:
 
 
 def trained_records(report: StepReport, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
-    """Return the rollouts that a step gave to the trainer, in its order: the trainable ones of usable groups.
+    """Return the rollouts that a step gave to the trainer, in the trainer's order: trainable ones in usable groups.
 
-    For an oversampled group, these are the first that arrived, up to the group's size.
+    An oversampled group contributes the first rollouts that arrived, up to the group's size.
 
     Raises:
         ValueError: the report and the records belong to different steps.

@@ -37,7 +37,7 @@ from rollout_backend.tracing import (
 
 @dataclass(frozen=True)
 class Delivery:
-    """The arrival of a result: when it was announced, if it was, and how long its fetch and validation took."""
+    """The arrival of a result: the time of its announcement, if any, and the duration of its fetch and validation."""
 
     announced_at: float | None
     fetch_s: float
@@ -48,7 +48,7 @@ def rollout_spans(
 ) -> Iterator[Span]:
     """Yield the span of a rollout and the spans of its phases. `rollout` is the result that settled it.
 
-    Times within the container are by its clock. If a phase began after its end by that clock, its span is empty.
+    Times within the container use its clock. If a phase starts after its end by that clock, its span is empty.
     """
     end = record.settled_at
     if end is None:

@@ -210,7 +210,7 @@ def _read_step(
     name, is_validation = describe_batch(step) if by_verl else (str(step), False)
     with reading(archive, step):
         if written_at is not None:
-            # FileNotFoundError: it ended in the meantime, so its records are now complete.
+            # FileNotFoundError: the step has ended, so its records are now complete.
             with contextlib.suppress(FileNotFoundError):
                 running = tuple(archive.read_running(step))
                 runs = state in ("running", None) and time.time() < written_at + RUNS_S

@@ -84,7 +84,7 @@ class RunInfo(BaseModel, frozen=True):
     schema_version: Literal[1] = 1
     run_id: str
     secrets: tuple[str, ...] = ()
-    """Secrets, such as `relay.key`, that `config.yaml` lacks and that must be set again to resume the run."""
+    """Secrets (for example `relay.key`) that `config.yaml` lacks; set them again to resume the run."""
     starts: tuple[RunStart, ...]
     """The last start is the current one."""
 

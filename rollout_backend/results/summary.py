@@ -132,7 +132,7 @@ NO_USAGE = Usage()
 
 @dataclass(frozen=True)
 class FailureCount:
-    """Number of rollouts that ended in one way."""
+    """Number of rollouts with the same outcome and reason."""
 
     outcome: Outcome
     reason: str
@@ -305,14 +305,14 @@ def _why_left_out(record: RolloutRecord) -> str:
 
 
 def usage_of(record: RolloutRecord) -> tuple[Usage, Usage]:
-    """Return what a rollout used, and what its attempts before the one that delivered the result used."""
+    """Return the usage of a rollout, and of its attempts before the one that delivered the result."""
     spent = seconds_of(record)
     lost = spent.lost if record.result is not None else 0.0
     return Usage(spent.session - lost, spent.model, int(record.result is not None)), Usage(lost)
 
 
 def count_failures(records: Iterable[RolloutRecord]) -> list[FailureCount]:
-    """Count these rollouts by the reason for which they ended, in the order of first occurrence."""
+    """Count these rollouts by the reason why they ended, in the order of first occurrence."""
     found: dict[tuple[Outcome, str], list[RolloutRecord]] = defaultdict(list)
     for record in records:
         if record.outcome is not None and record.failed:
@@ -347,7 +347,7 @@ def _learning(rewards: Sequence[float], low: float, high: float) -> Learning:
 
 
 def seconds_of(record: RolloutRecord) -> Seconds:
-    """Return where a rollout's time went."""
+    """Split a rollout's time into phases."""
     end = record.settled_at
     if end is None:
         return Seconds()

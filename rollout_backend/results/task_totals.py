@@ -1,4 +1,4 @@
-"""Sum what runs are compared by, task by task, so that a run can be read without its records.
+"""Sum the measures by which runs are compared, per task, so that a run can be read without its records.
 
 Invariant: the size of the totals depends on the number of tasks, not on their rollouts or steps.
 """
@@ -35,7 +35,7 @@ MEASURES: dict[str, tuple[Measure, int]] = {
     "prefix cache hit": (lambda each: each.result.cache_hit if each.result else None, 1),
     "seconds": (lambda each: duration(each) if each.outcome is Outcome.COMPLETED else None, -1),
 }
-"""What runs are compared by: the value of a rollout, and whether higher (1), lower (-1) or neither (0) is better."""
+"""Measures of a rollout for comparisons, and whether higher (1), lower (-1) or neither (0) is better."""
 
 
 class TaskTotals(BaseModel, frozen=True):
@@ -89,7 +89,7 @@ class RunTotals:
         """Add the tasks of a step."""
         rows = [self._places.setdefault(task, len(self._places)) for task in step.task_ids]
         if (more := len(self._places) - len(self._totals)) > 0:
-            # A reserve, so that a training of new tasks is not copied once per step.
+            # Allocate a reserve, so that a training with new tasks does not copy the arrays in every step.
             more += len(self._totals) // 4
             self._totals = np.concatenate([self._totals, np.zeros((more, self._totals.shape[1]))])
         self._totals[rows] += np.array([*step.sums, *step.counts], dtype=float).T
@@ -104,7 +104,7 @@ class RunTotals:
 
 
 def totals_of(records: Sequence[RolloutRecord]) -> RunTotals:
-    """Return the totals of records whose tasks' payloads do not matter."""
+    """Return the totals of records, without the tasks' payloads."""
     return RunTotals([TaskTotals.of(records, {})])
 
 

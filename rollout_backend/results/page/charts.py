@@ -241,7 +241,7 @@ def scatter(records: Sequence[RolloutRecord]) -> dict[str, Any] | None:
     low, high, shortest, longest = min(rewards), max(rewards), min(tokens), max(tokens)
     high = high if high > low else low + 1
     every = math.ceil(len(pairs) / _DOTS)
-    # Equal rewards are spread slightly, so that their number is visible.
+    # Spread equal rewards slightly, so that their number is visible.
     dots = [
         (300 * (x - shortest) / max(longest - shortest, 1), 94 - 88 * (y - low) / (high - low) + i * 7919 % 13 - 6)
         for i, (x, y) in enumerate(pairs[::every])

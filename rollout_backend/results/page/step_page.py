@@ -77,7 +77,7 @@ def step_context(
 
 
 def matching_step(run: RunData, step: StepData) -> StepData:
-    """Return the step of another run with the same number, or else its last step of the same kind."""
+    """Return the step of another run with the same number, or its last step of the same kind."""
     alike = [each for each in run.steps if each.validates == step.validates] or run.steps
     return next((each for each in alike if each.step == step.step), alike[-1])
 

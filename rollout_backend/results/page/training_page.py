@@ -92,7 +92,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
 def _findings(steps: Sequence[StepEntry]) -> list[tuple[StepEntry, str, Finding]]:
     """Return the most important findings, each with its newest step and the names of all its steps.
 
-    Findings of several steps that differ only in their numbers are one.
+    Findings that differ only in their numbers are merged.
     """
     found: dict[tuple[Level, str], list[tuple[int, Finding]]] = defaultdict(list)
     for number, step in enumerate(steps):
@@ -123,7 +123,7 @@ def _named(steps: Sequence[StepEntry], numbers: Sequence[int]) -> str:
 
 
 def _learned(steps: Sequence[StepData], validations: Sequence[StepData]) -> list[str]:
-    """Say how rewards and solved tasks changed from the first to the last step that has rewards."""
+    """Describe how rewards and solved tasks changed from the first to the last step that has rewards."""
     found = []
     for what, of_kind in (("reward", steps), ("held-out reward", validations)):
         ended = [each for each in of_kind if not each.runs and each.summary.mean_reward is not None]
@@ -224,7 +224,7 @@ def _tasks(steps: Sequence[StepData]) -> dict[str, Any]:
     mean, ends, found = np.concatenate(means), np.cumsum(sizes), np.concatenate(hashes)
     order = np.argsort(found, kind="stable")
     _, firsts, times = np.unique(found[order], return_index=True, return_counts=True)
-    # The places of each repeated task among all tasks of all steps.
+    # The positions of each repeated task among the tasks of all steps.
     repeated = [order[first : first + count] for first, count in zip(firsts, times, strict=True) if count > 1]
     rewards = mean[np.concatenate(repeated)] if repeated else np.zeros(0)
     rewards = rewards[~np.isnan(rewards)]

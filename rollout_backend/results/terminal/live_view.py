@@ -305,7 +305,7 @@ def _restarts(number: int) -> str:
 
 
 def load_of(server: ServerState, progress: Progress) -> tuple[int, int] | None:
-    """Return the number of requests that an engine runs and that wait in its queue; None if unknown."""
+    """Return the numbers of running and waiting requests of an engine; None if unknown."""
     gateway = progress.gateway
     if gateway is None or server.url not in gateway.engine_running:
         return None
@@ -368,7 +368,7 @@ def _last(results: Sequence[LastResult], width: int) -> Iterator[Text]:
 
 
 def _end_of(text: str, width: int) -> Text:
-    """Return the end of a reply, which usually has its result, in quotation marks."""
+    """Return the end of a reply, which usually contains its result, in quotation marks."""
     if not text or width < 8:
         return Text()
     if Text(text).cell_len <= width:

@@ -57,7 +57,7 @@ _DESCRIPTIONS = {
 
 
 class RunOutput:
-    """Prints one run to a console. Pass its methods to a manager, and `watch` the manager's progress."""
+    """Prints one run to a console. Pass its methods to a manager, and show the manager's progress with `watch`."""
 
     def __init__(
         self, console: Console, style: Style = "normal", *, read_s: float = 0.5, lines_s: float = 15.0

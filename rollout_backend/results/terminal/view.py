@@ -200,7 +200,7 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
 
 
 def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool) -> None:
-    """Print where and when a rollout ran and, `with_outcome`, how it ended, because it has no result to print."""
+    """Print where and when a rollout ran. `with_outcome` adds how it ended, for a rollout without a result."""
     if with_outcome:
         console.print(
             f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
@@ -293,7 +293,7 @@ def plain(text: str) -> str:
 
 
 def when(seconds: float) -> str:
-    """Return a time in UTC. It may come from a container's clock, which can show any time."""
+    """Return a time in UTC. It may come from a container's clock, which can be arbitrarily wrong."""
     if not 0 < seconds < _YEAR_10000:
         return "start unknown"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -335,7 +335,7 @@ def print_task_rewards(console: Console, first: str, second: str, rewards: Itera
 
 
 def reward_sentence(reward: Difference | None, both: str = "both runs") -> str:
-    """Describe by how much rewards differ, and whether that may be chance."""
+    """Describe how much the rewards differ, and whether the difference may be chance."""
     if reward is None:
         return f"no task has a reward in {both}, so rewards are not compared"
     change, margin = reward.change.value, reward.change.margin
