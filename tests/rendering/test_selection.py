@@ -66,7 +66,7 @@ REAL = [
             ("gpt-oss", "gptoss", "gpt-oss", {}),
             ("llama-3", None, "llama-3", {}),
             ("llama-3", "llama3_1", "llama-3", {}),
-            ("deepseek-v3", None, "deepseek-v3", {}),
+            ("deepseek-v3", None, "default", {"tool_parser": "deepseek-v3"}),
             ("deepseek-r1", None, "deepseek-r1", {}),
             ("deepseek-v3.1", None, "default", {"tool_parser": "deepseek-v3.1"}),
             ("qwen3", "nemotron_3_nano", "nemotron-3", {}),
