@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from builders import eventually, served
+from builders import eventually, served, skip
 from rollout_backend.gateway.engine import liveness
-from rollout_backend.gateway.engine.client import EngineClient
+from rollout_backend.gateway.engine.client import EngineClient, _SilenceWatch
 from rollout_backend.gateway.engine.engines import Engines
 from rollout_backend.gateway.engine.protocol import EngineRequest, SglangProtocol, VllmProtocol
 
@@ -135,6 +135,25 @@ async def test_a_call_through_the_router_goes_past_it_while_an_engine_hangs(star
         assert (await client.generate(asked())).token_ids == tuple(REPLY)
     if router.prompts:  # SGLang's protocol
         assert (len(router.prompts), len(idle.prompts)) == (1, 3)
+
+
+async def test_a_call_that_ends_while_its_engine_is_examined_is_watched_no_longer():
+    """Otherwise each such call would examine its engine again and again."""
+    examined = asyncio.Event()
+
+    class Hangs:
+        async def examine(self, url):
+            examined.set()
+            await asyncio.Event().wait()
+
+    watch = _SilenceWatch(Hangs(), Engines("http://engine"), "http://engine", asked(), SILENCE_S)
+    async with watch.cut:
+        watch.start()
+        skip(3600)
+        await examined.wait()
+        watch.end()
+    await asyncio.wait([watch._examination])
+    assert watch._timer.when() < asyncio.get_running_loop().time(), "another examination is due"
 
 
 async def test_a_stream_that_falls_silent_continues_from_its_tokens(start):

@@ -503,7 +503,7 @@ class _SilenceWatch:
     async def _examine(self) -> None:
         try:
             found = await self._hangs.examine(self._url)
-        except BaseException:
+        except Exception:
             self._check_in(self._silence_s)
             raise
         can_leave = found == "hung" and bool({*self._engines.urls} - self._engines.hung)
