@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, collapse_images, image_names
@@ -320,11 +322,11 @@ class Conversations:
         reply = self._sampled[number]
         assert reply.place is not None
         if isinstance(prompt, tuple):
-            before = (*self.recorder.prompt_ids(reply.place), *reply.ids)
-            same = next(
-                (i for i, pair in enumerate(zip(before, prompt, strict=False)) if len({*pair}) > 1), len(before)
-            )
-            return min(same, len(prompt)), max(min(same, len(prompt)) - reply.place.start, 0), number, ""
+            before = self.recorder.prompt_ids(reply.place) + reply.ids
+            length = min(len(before), len(prompt))
+            differ = np.flatnonzero(np.asarray(before[:length]) != np.asarray(prompt[:length]))
+            same = int(differ[0]) if len(differ) else length
+            return same, max(same - reply.place.start, 0), number, ""
         asked = self.recorder.messages(reply.place.segment)[0]["content"][: reply.asked]
         if not prompt.startswith(asked):
             return 0, 0, number, ""
