@@ -61,7 +61,6 @@ _INSTALL_ENGINE = (
     "in another environment by this command, and set serving.python=engine/bin/python:\n"
     "uv venv engine && uv pip install --python engine/bin/python {engine}=={version}"
 )
-_ENGINE_VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 _INSTALL = f"uv pip install -c constraints/trainer.txt '{_PACKAGE}[trainer]'"
 
 
@@ -179,7 +178,7 @@ def _check_engines(config: RolloutConfig) -> Iterator[CheckResult]:
                 "problem",
                 "serving.python",
                 f"{CPU_ENGINES[serving.engine].title} is not installed in this environment: "
-                + _INSTALL_ENGINE.format(engine=serving.engine, version=_ENGINE_VERSIONS[serving.engine]),
+                + _INSTALL_ENGINE.format(engine=serving.engine, version=CPU_ENGINES[serving.engine].version),
             )
         else:
             yield CheckResult("ok", "serving.python", f"engines run with {python}")

@@ -39,6 +39,13 @@ class CpuEngine(NamedTuple):
     """Prefix of its folder's name."""
     size: str
 
+    @property
+    def version(self) -> str:
+        """The engine's version, which `requirements` pins."""
+        pin = f"{self.distribution}=="
+        lines = self.requirements.read_text().splitlines()
+        return next(line.removeprefix(pin) for line in lines if line.startswith(pin))
+
 
 CPU_ENGINES: dict[EngineName, CpuEngine] = {
     "sglang": CpuEngine("SGLang", "sglang", _FILES / "engine-cpu.txt", "engine-cpu", "3 GB"),
