@@ -1,5 +1,6 @@
 """The fixtures as installed for a user of the package."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -67,6 +68,19 @@ def test_reward_of_a_file(run_agent, script, monkeypatch):
     assert (first.outcome, first.reward, second.reward) == ("completed", 1.0, 0.0)
     assert len({first.extras["pid"], second.extras["pid"], os.getpid()}) == 3
     assert second.extras["colour"] == "green"
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_an_app_whose_file_never_serves_is_named_once(run_agent, tmp_path, monkeypatch, recwarn, serves):
+    file = tmp_path / f"agent_that_serves_{serves}.py"
+    file.write_text(AGENT if serves else AGENT.replace("app.run()", "pass"))
+    monkeypatch.syspath_prepend(tmp_path)
+    app = importlib.import_module(file.stem).app
+    for _ in range(2):
+        assert run_agent(app, TASK, replies=["4"]).reward == 1.0
+    named = [str(each.message) for each in recwarn if str(file) in str(each.message)]
+    assert len(named) == (not serves)
+    assert all("in a container, the file ended without serving" in each for each in named)
 
 
 def test_agent_failures_are_results(run_agent, app):
