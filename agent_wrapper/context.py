@@ -158,7 +158,7 @@ class RolloutContext:
     base_url: str = field(repr=False)
     """OpenAI-compatible, ends in /v1, may contain the key; "" if none is configured."""
     api_key: str = field(repr=False)
-    """In training, gives access to this rollout's session only."""
+    """Key for the model. In training, it opens only this rollout's session."""
     model: str
     sampling: Sampling = field(default_factory=Sampling)
     """The trainer's settings; the gateway applies them."""

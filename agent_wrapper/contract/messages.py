@@ -43,9 +43,9 @@ class Sampling(ContractObject):
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1, lt=2**31)
-    """-1 is off."""
+    """Number of tokens to sample from; -1 for all."""
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Of one model call."""
+    """Maximum tokens of one reply."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63 - 1024)
 
 
@@ -56,12 +56,12 @@ class ModelEndpoint(ContractObject):
     """OpenAI-compatible, ends in /v1. It contains the key with `gateway.key_in_path`. Before
     the agent starts, the wrapper sends the first heartbeat or, without heartbeats, GET BASE_URL/models."""
     api_key: str = Field(repr=False)
-    """Opens this session only, until its deadline."""
+    """Key that opens only this session, until its deadline."""
     name: str
     trajectory_url: str
-    """POST seals the session and returns its Trajectory; with Accept: application/json, as JSON."""
+    """URL at which a POST seals the session and returns its Trajectory, as JSON with `Accept: application/json`."""
     heartbeat_url: str | None = None
-    """POST every `RolloutRequest.heartbeat_s`; None: no heartbeats."""
+    """URL for a POST every `RolloutRequest.heartbeat_s`; None if the backend wants no heartbeats."""
 
 
 class ResultUrls(ContractObject):
@@ -69,7 +69,7 @@ class ResultUrls(ContractObject):
 
     result: str = Field(pattern=r"^https?://", repr=False)
     failure_marker: str = Field(pattern=r"^https?://", repr=False)
-    """See `failure_marker_key`."""
+    """URL for the failure marker: see `failure_marker_key`."""
     artifacts: str | None = Field(default=None, pattern=r"^https?://", repr=False)
     """See `artifacts_key`. None: the sender is older than this field."""
 
@@ -84,7 +84,7 @@ class ResultTarget(ContractObject):
     bucket: str
     prefix: str = ""
     queue_url: str | None = None
-    """None: nothing is announced, and the backend finds results by listing."""
+    """Queue for the announcement. With None, the backend finds results by listing."""
     region: str | None = None
     urls: ResultUrls | None = Field(default=None, repr=False)
 
@@ -102,14 +102,14 @@ class RolloutRequest(ContractObject):
     endpoint: ModelEndpoint
     sampling: Sampling
     deadline: float
-    """Unix seconds by the backend's clock by which the agent must have returned."""
+    """Time by which the agent must have returned, in Unix seconds of the backend's clock."""
     remaining_s: float | None = Field(default=None, ge=0)
     """Seconds from the arrival of this request until the agent must have returned. Takes precedence over `deadline`,
     because the container's clock may be wrong. None: the sender is older than this field."""
     publish_grace_s: float | None = Field(default=None, gt=0)
     """Seconds from then until the result must be in S3. None: as `remaining_s`."""
     heartbeat_s: float | None = Field(default=None, gt=0)
-    """None: no heartbeats."""
+    """Seconds between two heartbeats; None for no heartbeats."""
     result: ResultTarget
 
     @property
@@ -195,7 +195,7 @@ class VerifierOrder(ContractObject):
     """The training side's order to a verifier's container: what to score, and how."""
 
     artifacts_url: str = Field(repr=False)
-    """GET returns the object that `artifacts_key` names."""
+    """URL at which a GET returns the object that `artifacts_key` names."""
     artifacts: tuple[Artifact, ...]
     """The files that the agent's result lists."""
     timeout_s: float = Field(gt=0)

@@ -66,7 +66,7 @@ class Outcome(StrEnum):
     AGENT_ERROR = "agent_error"
     """The agent's code raised, or never called the model."""
     INFRA_ERROR = "infra_error"
-    """Not caused by the agent: never a reward."""
+    """The infrastructure failed, so there is no reward."""
     TIMED_OUT = "timed_out"
     """A deadline passed."""
     CANCELLED = "cancelled"
@@ -248,11 +248,11 @@ class Turn:
     finish_reason: str
     """`stop` or `length`."""
     weight_versions: Annotated[tuple[VersionSpan, ...], _ITEMS]
-    """Cover [start, end) without a gap; empty if unknown."""
+    """Spans that cover [start, end) without a gap; empty if unknown."""
     cached_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    """Of the prompt; None: unknown."""
+    """Prompt tokens found in the engine's prefix cache; None if unknown."""
     seconds: Annotated[float, Field(ge=0)] = 0.0
-    """From the gateway's request to the engine's last token."""
+    """Seconds from the gateway's request to the engine's last token."""
 
 
 class ImageSpan(ContractObject):
@@ -261,7 +261,7 @@ class ImageSpan(ContractObject):
     start: int = Field(ge=0)
     end: int = Field(ge=0)
     sha256: Sha256
-    """Of the image's bytes."""
+    """SHA-256 of the image's bytes."""
     media_type: str = Field(pattern=r"^image/[a-z]+$")
 
 
@@ -295,7 +295,7 @@ class Segment(_OmitsEmpty):
     split_reason: str = "first_call"
     """Why this segment does not extend an earlier one."""
     images: tuple[ImageSpan, ...] = _NO_ITEMS
-    """In the order of their tokens."""
+    """Images in the order of their tokens."""
     routed_experts: RoutedExperts | None = None
     """Only with the setting `model.routed_experts`."""
 
@@ -464,7 +464,7 @@ class ScoredBy(ContractObject):
 
     scorer: str
     sha256: Sha256
-    """Of the scorer's file or command."""
+    """SHA-256 of the scorer's file or command."""
     agent_reward: float | None
     """None if the agent returned no reward."""
 
@@ -489,12 +489,12 @@ class Rollout(_Encoded):
     seal: Seal | None = None
     """The trajectory's seal of these segments."""
     started_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
-    """Unix seconds by the container's clock; 0: unknown."""
+    """Unix seconds of the container's clock; 0 if unknown."""
     finished_at: float = Field(default=0.0, ge=0, le=_LAST_SECOND)
     images: Images = {}
     """Bytes of the images in the segments, by SHA-256."""
     turn_rewards: tuple[float, ...] = _NO_ITEMS
-    """One per turn, in the order of the segments; may be empty."""
+    """One reward per turn, in the order of the segments; may be empty."""
     artifacts: tuple[Artifact, ...] = Field((), max_length=MAX_ARTIFACTS, fail_fast=True)
     """Files of this attempt."""
     score: ScoredBy | None = None

@@ -99,7 +99,7 @@ class Comparison(BaseModel, frozen=True):
     measures: tuple[Difference, ...]
     """Measures that some task has in both runs."""
     rewards: tuple[TaskReward, ...]
-    """By the size of the difference, largest first."""
+    """The tasks, largest difference first."""
     outcomes: tuple[Entry, ...]
     """Counts by outcome and reason."""
 

@@ -36,7 +36,7 @@ class LastResult:
     rollout_id: str
     reward: float | None
     seconds: float | None
-    """Since its agent was invoked; None if an earlier manager invoked it."""
+    """Seconds since its agent was invoked; None if an earlier manager invoked it."""
     sampled_tokens: int
     text: str
 
@@ -145,20 +145,20 @@ class Progress:
     groups: int = 0
     """Settled and usable groups with several rewards."""
     groups_with_spread: int = 0
-    """Of these, groups with differing rewards; GRPO learns only from these."""
+    """Groups among them whose rewards differ. GRPO learns only from these."""
     turns: int = 0
     """Model calls of rollouts with a result."""
     cut_replies: int = 0
-    """Of these, turns cut off at max_tokens or at the end of the context."""
+    """Turns among them that were cut off at max_tokens or at the end of the context."""
     sampled_tokens: int = 0
-    """Of rollouts with a result."""
+    """Sampled tokens of rollouts with a result."""
     trained_tokens: int = 0
-    """Of these, tokens with a logprob."""
+    """Sampled tokens that have a logprob."""
     slowest: str = ""
     """The rollout that has been working for the longest time."""
     slowest_s: float = 0.0
     slowest_left_s: float | None = None
-    """Until its deadline; None if it has none."""
+    """Seconds until the deadline of that rollout; None if it has none."""
     p95_s: float | None = None
     """95th percentile of the durations of finished rollouts."""
     failures: tuple[FailureCount, ...] = ()

@@ -16,22 +16,22 @@ class ResultSummary(BaseModel, frozen=True):
 
     reward: float | None
     turns: int
-    """Model calls."""
+    """Number of model calls."""
     segments: int
-    """Rows for training."""
+    """Number of rows for training."""
     sampled_tokens: int
     trained_tokens: int
-    """Sampled with a known logprob."""
+    """Sampled tokens with a known logprob."""
     prompt_tokens: int
-    """Of all turns; each turn counts its whole prompt."""
+    """Prompt tokens of all turns. Each turn counts its whole prompt."""
     cached_tokens: int | None
-    """Of the prompt tokens, those in the engine's prefix cache; None: it reported none."""
+    """Prompt tokens found in the engine's prefix cache; None if the engine did not report them."""
     cut_replies: int
     """Turns that ended at max_tokens or at the end of the context."""
     model_s: float
-    """The sum of the turns' seconds."""
+    """Seconds in model calls."""
     agent_s: float | None
-    """From the agent's start to its end by its container's clock; None: unknown."""
+    """Seconds from the agent's start to its end, by its container's clock; None if unknown."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
@@ -66,36 +66,36 @@ class RolloutRecord(BaseModel, frozen=True):
     step: int
     rollout_id: str
     task_id: str
-    """Names the group as well: the rollouts of one task."""
+    """The task, which also names the group."""
     group_usable: bool
-    """The group policy accepts the rollout's group for training."""
+    """Whether the group policy accepts the rollout's group for training."""
     is_replacement: bool
-    """Planned for a rollout that the infrastructure lost."""
+    """Whether it replaces a rollout that the infrastructure lost."""
     outcome: Outcome | None
-    """None: the process was interrupted before it settled the rollout."""
+    """None if the process was interrupted before it settled the rollout."""
     reason: str
     """Empty for a completed rollout that is trained."""
     message: str
     trainable: bool
     attempts: int
     session_ids: tuple[str, ...]
-    """One per attempt that may have opened one, in order."""
+    """One session per attempt that may have opened one, in order."""
     log: str | None
-    """Where a person finds the log of the last session."""
+    """Where to find the log of the last session."""
     planned_at: float
     first_invoked_at: float | None = None
-    """The first invoke that was not throttled."""
+    """Time of the first invoke that was not throttled."""
     invoked_at: float | None
-    """The last invoke."""
+    """Time of the last invoke."""
     accepted_at: float | None
-    """The agent of that invoke accepted the rollout."""
+    """When the agent accepted that invoke."""
     result_at: float | None
-    """The result that settled the rollout arrived."""
+    """When the result that settled the rollout arrived."""
     settled_at: float | None
     deadline: float | None = None
-    """Of an open rollout: when it ends at the latest."""
+    """The latest time at which an open rollout ends."""
     result: ResultSummary | None = None
-    """None: no result arrived."""
+    """None if no result arrived."""
 
     @property
     def reward(self) -> float | None:

@@ -39,7 +39,7 @@ class ReplayedStep:
 
     step: int
     rollouts: tuple[Rollout, ...]
-    """In the order in which the trainer received them."""
+    """The rollouts, in the order in which the trainer received them."""
     failures: dict[str, str]
     seals: str
     """Description of how they were checked."""

@@ -62,7 +62,7 @@ class ScorerInfo(BaseModel, frozen=True):
     function: str
     file: str
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
     scored_at: datetime
 
 
@@ -76,9 +76,9 @@ class Rescoring(BaseModel, frozen=True):
     completed: int
     """Completed rollouts."""
     scored: int
-    """Of these, those with a new reward."""
+    """Rollouts among them with a new reward."""
     changed: int
-    """Of these, those whose reward differs from the stored one."""
+    """Rollouts among them whose reward differs from the stored one."""
     failures: tuple[RescoredRollout, ...]
     """The first rollouts without a new reward."""
     tasks: tuple[TaskReward, ...]

@@ -261,9 +261,9 @@ class RunOverview(BaseModel, frozen=True):
     """When its process last renewed the run's directory."""
     completed: int
     planned: int | None
-    """None: unknown, because the run was killed or is running, and its settings cannot be read."""
+    """None if unknown: the run was killed or is running, and its settings cannot be read."""
     mean_reward: float | None
-    """Of completed rollouts."""
+    """Mean reward of the completed rollouts."""
 
 
 def list_runs(runs: Path) -> list[RunOverview]:

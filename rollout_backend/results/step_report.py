@@ -25,7 +25,7 @@ class GroupReport(BaseModel, frozen=True, extra="forbid"):
     planned: int
     outcomes: dict[Outcome, int]
     rewards: tuple[float, ...]
-    """Of the trainable rollouts."""
+    """Rewards of the trainable rollouts."""
     usable: bool
 
     @property
@@ -45,7 +45,7 @@ class Staleness(BaseModel, frozen=True, extra="forbid"):
     """
 
     mean: float
-    """Over tokens."""
+    """Mean age over all tokens."""
     max: int
 
 
@@ -71,9 +71,9 @@ class CallRate(BaseModel, frozen=True, extra="forbid"):
 
     refused: int
     seconds: float
-    """From the first refusal to the last."""
+    """Seconds from the first refusal to the last."""
     granted_per_s: float | None
-    """Between them; None if that was under a second."""
+    """Granted calls per second between them; None if that was under a second."""
 
     @classmethod
     def of(cls, tally: CallTally) -> CallRate | None:
@@ -90,10 +90,10 @@ class LengthBias(BaseModel, frozen=True, extra="forbid"):
     """
 
     finished: Lengths
-    """Completed, and the agent's own errors; of this execution."""
+    """Rollouts of this execution that completed or failed in the agent."""
     cut_off: Lengths
     reason: str
-    """Why most were cut off."""
+    """The most frequent reason for a cut-off."""
 
 
 class StepReport(BaseModel, frozen=True):
@@ -105,7 +105,7 @@ class StepReport(BaseModel, frozen=True):
     step: int
     planned: int
     replacements: int
-    """Planned as replacements."""
+    """Rollouts that replace one that the infrastructure lost."""
     outcomes: dict[Outcome, int]
     reasons: dict[str, int]
     """"outcome: reason" of rollouts that did not complete."""
@@ -129,15 +129,15 @@ class StepReport(BaseModel, frozen=True):
     sessions_open: int
     unclosed_sessions: dict[str, str]
     unconfirmed_stops: int = 0
-    """The runtime did not know the session (404), which does not prove that it has ended."""
+    """Stops that the runtime answered with 404, which does not prove that the session has ended."""
     sampled_tokens: int
     given_tokens: int
     broken_histories: int
-    """Segments after each rollout's first."""
+    """Number of segments after each rollout's first."""
     split_reasons: dict[str, int] = {}
-    """Those segments, by split reason."""
+    """Number of these segments by split reason."""
     malformed_tool_calls: dict[str, int] | None = None
-    """By renderer, since the last report; None: unknown."""
+    """Malformed calls by renderer, since the last report; None if unknown."""
     unknown_tool_calls: dict[str, int] = {}
     """Calls of tools that were not offered, by name, since then."""
     undelivered_replies: int = 0
@@ -152,11 +152,11 @@ class StepReport(BaseModel, frozen=True):
     """Sampled tokens by version; "" if the engine reported none."""
     staleness: Staleness | None = None
     latency: Latency | None
-    """From a result's announcement, right after its PUT, by SQS's clock."""
+    """Time since the result's announcement, which follows its PUT, by SQS's clock."""
     lag: Latency | None
-    """From the agent's return, by its container's clock; includes fetching its trajectory."""
+    """Time since the agent returned, by its container's clock. Includes fetching the trajectory."""
     surplus: int = 0
-    """Trainable beyond their group's size, and not trained."""
+    """Trainable rollouts that exceed their group's size and are not trained."""
     length_bias: LengthBias | None = None
     """None unless something was cut off."""
     invoke_rate: CallRate | None = None
@@ -164,14 +164,14 @@ class StepReport(BaseModel, frozen=True):
     stop_rate: CallRate | None = None
     """None unless a stop was refused."""
     engine_use: EngineUse | None = None
-    """None: no engine reported its load."""
+    """Load of the engines; None if none reported it."""
     restarts: dict[str, int] = {}
-    """Of engines, gateways, the router and the dialer while the step ran, by name."""
+    """Restarts of engines, gateways, the router and the dialer during the step, by name."""
     seconds: float
     until_invoke_s: float | None = None
-    """Of them, until the first invoke; None: there was none."""
+    """Seconds until the first invoke; None if there was none."""
     closing_s: float | None = None
-    """Of them, after the last outcome: sessions are closed, and the manifest says so."""
+    """Seconds after the last outcome, in which sessions were closed and the manifest was written."""
     deadline_reached: bool
 
     @property
@@ -205,11 +205,11 @@ class GroupResult:
 
     task: Task
     rollouts: tuple[Rollout, ...]
-    """The trainable ones."""
+    """The trainable rollouts."""
     usable: bool
     planned: int
     failures: tuple[StepFailure, ...] = ()
-    """Of the rollouts that did not complete, scored agent errors among them."""
+    """The rollouts that did not complete, including scored agent errors."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,7 +225,7 @@ class StepResult:
     failures: tuple[StepFailure, ...]
     report: StepReport
     records: tuple[RolloutRecord, ...] = ()
-    """One per planned rollout."""
+    """One record per planned rollout."""
 
     def __repr__(self) -> str:
         usable = sum(group.usable for group in self.groups)

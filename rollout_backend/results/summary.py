@@ -74,17 +74,17 @@ class Seconds:
     """Seconds of each phase of a rollout. A phase that did not happen or is unknown is 0."""
 
     waiting: float = 0.0
-    """From planning until the first invoke that was not throttled."""
+    """Time from planning until the first invoke that was not throttled."""
     starting: float = 0.0
-    """Until the agent accepted."""
+    """Time until the agent accepted the invoke."""
     model: float = 0.0
-    """In model calls."""
+    """Time in model calls."""
     own: float = 0.0
-    """In the agent's own code and tools."""
+    """Time in the agent's own code and tools."""
     publishing: float = 0.0
-    """From the agent's end until its result arrived here."""
+    """Time from the agent's end until its result arrived."""
     lost: float = 0.0
-    """In sessions without a result, and until the next attempt."""
+    """Time in sessions without a result, and until the next attempt."""
 
     @property
     def total(self) -> float:
@@ -120,7 +120,7 @@ class Usage:
     session_s: float = 0.0
     """Seconds of open sessions."""
     model_s: float = 0.0
-    """Seconds of these in model calls."""
+    """Seconds of open sessions spent in model calls."""
     results: int = 0
 
     def __add__(self, other: Usage) -> Usage:
@@ -166,7 +166,7 @@ class StepSummary(BaseModel, frozen=True):
     """The first failed rollout, or else the first rollout."""
 
     reward: Mean | None
-    """Over all rewards; its margin is over tasks."""
+    """Mean over all rewards. Its margin is computed over tasks."""
     rewards: int
     completed_rewards: int
     completed_reward_sum: float
@@ -194,13 +194,13 @@ class StepSummary(BaseModel, frozen=True):
     """When the last event happened, in Unix seconds."""
     spent: Seconds
     wasted_session_s: float
-    """Of rollouts that are not trained."""
+    """Resources used by rollouts that are not trained."""
     tail: float | None
     """Fraction of the step's time in which only its last rollouts were open; None for few rollouts."""
     slowest: str
     trained_use: Usage
     wasted_use: Usage
-    """Of rollouts that are not trained, and of lost attempts."""
+    """Resources used by rollouts that are not trained and by lost attempts."""
     retried: int
     """Rollouts with more than one attempt."""
     extra_attempts: int

@@ -105,7 +105,7 @@ class Supervisor(ABC):
         self.has_served = False
         self.restarts = 0
         self.gave_up = False
-        # Set after the first start, successful or not.
+        # Set once the first start has succeeded or failed.
         self.tried = asyncio.Event()
         # Why the server was last lost.
         self.last_words = ""

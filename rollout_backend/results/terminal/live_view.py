@@ -119,7 +119,7 @@ class Snapshot:
     limit_s: float = 0.0
     """Time limit of a step."""
     prices: Prices | None = None
-    """None: the settings name none."""
+    """Prices for the cost estimate; None if the settings have none."""
     keys: bool = False
     """Whether the terminal's keys are read."""
     details: bool = False

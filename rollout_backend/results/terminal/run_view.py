@@ -83,7 +83,7 @@ class RunView:
     """The only step to show."""
     show: str
     prices: Prices | None
-    """None: the settings name none."""
+    """Prices for the cost estimate; None if the settings have none."""
 
     @classmethod
     def read(cls, run_dir: Path, step: int | None, show: str = "", *, last: int | None = None) -> Self:
@@ -241,7 +241,7 @@ class RunSummary:
     show: str = ""
     again: str = ""
     prices: Prices | None = None
-    """None: the settings name none."""
+    """Prices for the cost estimate; None if the settings have none."""
 
     @cached_property
     def cost(self) -> Cost | None:
