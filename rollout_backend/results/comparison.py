@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
+from rollout_backend.addresses import is_loopback
 from rollout_backend.config import read_yaml
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
@@ -64,7 +65,6 @@ def reward_of(measures: Iterable[Difference]) -> Difference | None:
     return next((each for each in measures if each.name == REWARD), None)
 
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OF_THE_PLACE = ("run_id", "output_dir", "runtime.session_logs")
 
 
@@ -182,7 +182,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _is_of_this_machine(entry: Entry) -> bool:
     """Return whether both values are addresses of this machine, whose ports differ with each start."""
     values = [value if isinstance(value, list) else [value] for value in (entry.first, entry.second)]
-    return all(urlsplit(str(each)).hostname in _LOOPBACK for value in values for each in value)
+    return all(is_loopback(urlsplit(str(each)).hostname or "") for value in values for each in value)
 
 
 def _entries(first: Mapping[str, Any], second: Mapping[str, Any], *, equal_too: bool = False) -> tuple[Entry, ...]:
