@@ -24,8 +24,8 @@ from packaging.utils import canonicalize_name
 
 import agent_wrapper
 from rollout_backend.child_process import find_uv, run_child
+from rollout_backend.core.dockerignore import FilePatterns
 from rollout_backend.deploy import CONSTRAINTS, INFRA
-from rollout_backend.deploy.dockerignore import IgnoredFiles
 from rollout_backend.errors import ConfigError
 from rollout_backend.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES
 
@@ -147,7 +147,7 @@ def _pins(own: str) -> Iterator[str]:
 
 def copy_agent(folder: Path, content: Path) -> None:
     """Copy the files of an agent's folder, except ignored ones."""
-    ignored = IgnoredFiles(ignore_lines(folder))
+    ignored = FilePatterns(ignore_lines(folder))
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and PurePosixPath(name) not in ignored:

@@ -13,7 +13,7 @@ import posixpath
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
@@ -22,6 +22,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.dockerignore import FilePatterns
 from rollout_backend.run_lease import LeaseHolder
 
 RunState = Literal["running", "ended", "interrupted", "failed", "killed", "silent"]
@@ -150,11 +151,12 @@ def agent_of(file: Path) -> dict[str, str]:
     listed = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard")
     names = listed.split("\n") if listed else [str(each.relative_to(folder)) for each in folder.rglob("*")]
     docker, ignore = folder / "Dockerfile", folder / ".dockerignore"
-    copied = _copied_by(docker.read_text(errors="replace")) if docker.is_file() else _WITHOUT_DOCKERFILE
-    ignored = (*_NO_SOURCES, *(ignore.read_text(errors="replace").split() if ignore.is_file() else ()))
+    copied = FilePatterns(_copied_by(docker.read_text(errors="replace")) if docker.is_file() else _WITHOUT_DOCKERFILE)
+    own = ignore.read_text(encoding="utf-8-sig", errors="replace").splitlines() if ignore.is_file() else ()
+    ignored = FilePatterns((*_NO_SOURCES, *own))
     for name in sorted({*names, file.name}):
-        path = folder / name
-        if path.is_file() and _is_among(name, copied) and not _is_among(name, ignored):
+        path, inside = folder / name, PurePosixPath(name)
+        if path.is_file() and inside in copied and inside not in ignored:
             digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     commit = git_commit(folder)
     return {"path": str(file), "sha256": digest.hexdigest(), **({"commit": commit} if commit else {})}
@@ -171,19 +173,9 @@ def _copied_by(dockerfile: str) -> tuple[str, ...]:
         command, *words = line.split() or [""]
         if command.upper() in ("COPY", "ADD") and not any(word.startswith("--from=") for word in words):
             names = re.sub(r'[\[\],"]', " ", " ".join(word for word in words if not word.startswith("--"))).split()
-            found += [posixpath.normpath(name).lstrip("/") for name in names[:-1]]
+            # The folder itself stands for all files.
+            found += ["**" if posixpath.normpath(name) in (".", "/") else name for name in names[:-1]]
     return tuple(found)
-
-
-def _is_among(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a file, or one of its folders, matches one of the patterns."""
-    paths = [path for path in (PurePosixPath(name), *PurePosixPath(name).parents) if path.parts]
-    wanted = [PurePosixPath(each) for each in patterns]
-    return any(not each.parts for each in wanted) or any(
-        path.match(str(each).removeprefix("**/")) and (each.parts[0] == "**" or len(path.parts) == len(each.parts))
-        for path in paths
-        for each in wanted
-    )
 
 
 def _engine_version(config: RolloutConfig) -> str | None:

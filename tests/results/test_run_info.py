@@ -141,6 +141,10 @@ def test_an_agents_digest_follows_what_its_image_copies_and_not_what_git_ignores
     before = digest()
     (tmp_path / "data.txt").write_text("5")
     assert digest() == before
+    (tmp_path / ".dockerignore").write_text("# a note\n**/*.txt\n!data.txt\n")
+    before = digest()
+    (tmp_path / "data.txt").write_text("6")
+    assert digest() != before
     agent.write_text("a = 2\n")
     assert digest() != before
     assert agent_of(agent)["commit"] == f"{commit}-dirty"

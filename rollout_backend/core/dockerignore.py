@@ -1,4 +1,5 @@
-"""Read `.dockerignore` files by the rules of Docker, whose matcher this module follows: moby/patternmatcher."""
+"""Match files with the patterns of `.dockerignore` by the rules of Docker, whose matcher (moby/patternmatcher) this
+module follows."""
 
 import posixpath
 import re
@@ -8,9 +9,9 @@ from pathlib import PurePosixPath
 from rollout_backend.errors import ConfigError
 
 
-class IgnoredFiles:
-    """The files that the lines of `.dockerignore` files leave out. The last line that matches a file or one of its
-    folders decides."""
+class FilePatterns:
+    """The files that the lines of `.dockerignore` files name. The last line that matches a file or one of its folders
+    decides."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         """Raise ConfigError for a pattern that Docker refuses as well."""

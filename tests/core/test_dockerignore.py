@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rollout_backend.deploy.dockerignore import IgnoredFiles
+from rollout_backend.core.dockerignore import FilePatterns
 from rollout_backend.deploy.package import copy_agent
 from rollout_backend.errors import ConfigError
 
@@ -46,15 +46,15 @@ def pairs(table: str) -> list[list[str]]:
 def test_the_table_of_dockers_matcher() -> None:
     for ignored, table in ((True, MATCHES), (False, DIFFERS)):
         for pattern, name in pairs(table):
-            assert (PurePosixPath(name) in IgnoredFiles([pattern])) is ignored, (pattern, name)
+            assert (PurePosixPath(name) in FilePatterns([pattern])) is ignored, (pattern, name)
     for lines, name, ignored in SEVERAL:
-        assert (PurePosixPath(name) in IgnoredFiles(lines.splitlines())) is ignored, (lines, name)
+        assert (PurePosixPath(name) in FilePatterns(lines.splitlines())) is ignored, (lines, name)
 
 
 @pytest.mark.parametrize("pattern", ["!", "a[", "[b-a]"])
 def test_a_pattern_that_docker_refuses_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match=rf"invalid pattern '{re.escape(pattern)}'"):
-        IgnoredFiles([pattern])
+        FilePatterns([pattern])
 
 
 def test_a_byte_order_mark_hides_no_line(tmp_path: Path) -> None:
