@@ -110,11 +110,21 @@ async def test_a_trajectory_is_not_fetched_without_a_pause(registry, monkeypatch
     await registry.open(claims("other"))
     await registry.seal(claims())
     await registry.seal(claims("other"))
-    pauses, sleep = [], asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: (pauses.append(seconds), sleep(0))[1])
-    for _ in range(3):
-        await registry.wait_turn(claims())
-    await registry.wait_turn(claims("other"))
-    first, second, third, others = pauses
-    assert (first, others) == (0, 0), "another session does not wait for it"
-    assert 0.1 < second < third
+    loop, test, pauses, sleep = asyncio.get_running_loop(), asyncio.current_task(), [], asyncio.sleep
+    now = loop.time()
+
+    async def record(seconds):
+        if asyncio.current_task() is not test:
+            await sleep(seconds)
+            return
+        pauses.append(seconds)
+        await sleep(0)
+
+    with monkeypatch.context() as frozen:
+        frozen.setattr(loop, "time", lambda: now)
+        frozen.setattr(asyncio, "sleep", record)
+        for _ in range(3):
+            await registry.wait_turn(claims())
+        await registry.wait_turn(claims("other"))
+    # Another session does not wait for it.
+    assert pauses == pytest.approx([0, 0.25, 0.5, 0])
