@@ -32,19 +32,20 @@ groups nothing. A validation row keeps the prompt's uid, by which verl averages 
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from rollout_backend.core import advantages
+from rollout_backend.core.advantages import Array, RolloutEstimator, Settings
 from rollout_backend.verl.verl_api import register_adv_est, root_of
 
 _ROW_UID = re.compile(r"(.+)_(\d+)_(\d+)")
-# verl's estimators use the same epsilon.
-_EPSILON = 1e-6
+_Places = NDArray[np.int64]
 
 RowEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """An estimator as verl calls it, with rows."""
@@ -70,48 +71,15 @@ def takes_rows_for_rollouts(adv_estimator: str) -> bool:
     return adv_estimator in ("gae", "reinforce_plus_plus")
 
 
-@dataclass(frozen=True, eq=False)
-class Rollouts:
-    """The N rollouts of a batch that have another one of their prompt to compare with. Each tensor is [N].
-
-    Sums are float64, so that equal rewards deviate from their mean by exactly 0.
-    """
-
-    reward: torch.Tensor
-    tokens: torch.Tensor
-    """Number of trained tokens in all rows of the rollout."""
-    group: torch.Tensor
-    """Number of the rollout's prompt."""
-
-    def group_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return for each rollout the sum over its group, [N]."""
-        return _group_sum(values, self.group)
-
-    @property
-    def count(self) -> torch.Tensor:
-        """The number of rollouts in each rollout's group, at least 2, [N]."""
-        return self.group_sum(torch.ones_like(self.reward))
-
-    @property
-    def deviation(self) -> torch.Tensor:
-        """The difference between each reward and the mean of its group, [N]."""
-        return self.reward - self.group_sum(self.reward) / self.count
-
-
-Settings = Mapping[str, Any]
-"""verl's section `algorithm`, or a part of it."""
-RolloutEstimator = Callable[[Rollouts, Settings], torch.Tensor]
-"""Returns the advantage of each rollout, [N]."""
-
-
-def register_rollout_estimator(estimator: RolloutEstimator) -> RowEstimator:
-    """Register a function of rollouts as an estimator of verl: `algorithm.adv_estimator` is the function's name.
+def register_rollout_estimator(estimator: RolloutEstimator, name: str = "") -> RowEstimator:
+    """Register a function of rollouts as an estimator of verl: `algorithm.adv_estimator` is its name, by default the
+    function's.
 
     All trained tokens of a rollout get the advantage that the function returns. A rollout that is missing, or the
     only one in its group, gets 0, and the function does not see it.
     """
+    name = name or estimator.__name__
 
-    @functools.wraps(estimator)
     def of_rows(
         token_level_rewards: torch.Tensor,
         response_mask: torch.Tensor,
@@ -120,64 +88,16 @@ def register_rollout_estimator(estimator: RolloutEstimator) -> RowEstimator:
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            advantages = _of_rows(estimator, token_level_rewards, response_mask, index, config or {})
-        return advantages, advantages
+            found = _of_rows(estimator, token_level_rewards, response_mask, index, config or {})
+        return found, found
 
-    ESTIMATORS[estimator.__name__] = register_adv_est(estimator.__name__)(of_rows)
+    of_rows.__name__ = name
+    ESTIMATORS[name] = register_adv_est(name)(of_rows)
     return of_rows
 
 
-@register_rollout_estimator
-def grpo_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Compute GRPO: (r - mean) / (std + epsilon), or r - mean for Dr. GRPO."""
-    return _by_std(rollouts.deviation, rollouts, settings)
-
-
-@register_rollout_estimator
-def rloo_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Compute RLOO: the reward minus the mean of the others of the group."""
-    return rollouts.deviation * rollouts.count / (rollouts.count - 1)
-
-
-@register_rollout_estimator
-def reinforce_plus_plus_baseline_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Compute REINFORCE++-baseline: r - mean, whitened over all trained tokens of the batch."""
-    tokens, values = rollouts.tokens, rollouts.deviation
-    values = values - (tokens * values).sum() / tokens.sum()
-    variance = (tokens * values.square()).sum() / (tokens.sum() - 1)
-    return values * torch.rsqrt(variance + 1e-8)
-
-
-@register_rollout_estimator
-def gpg_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Compute GPG: r - mean, times the number of rollouts per rollout whose reward is not 0."""
-    return rollouts.deviation * len(rollouts.reward) / rollouts.reward.count_nonzero().clamp(min=1)
-
-
-@register_rollout_estimator
-def opo_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Compute OPO: the reward minus the group's mean, in which each reward weighs as much as its tokens."""
-    mean = rollouts.group_sum(rollouts.tokens * rollouts.reward) / rollouts.group_sum(rollouts.tokens)
-    return rollouts.reward - mean
-
-
-@register_rollout_estimator
-def grpo_passk_skip_missing(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Compute GRPO for pass@k: the best rollout of a group gets its lead over the second, the others get 0."""
-    lead = torch.zeros_like(rollouts.reward)
-    for group in rollouts.group.unique():
-        places = (rollouts.group == group).nonzero()[:, 0]
-        (best, second), order = rollouts.reward[places].topk(2)
-        lead[places[order[0]]] = best - second
-    return _by_std(lead, rollouts, settings)
-
-
-def _by_std(values: torch.Tensor, rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """Divide by the standard deviation of the group's rewards, unless `norm_adv_by_std_in_grpo` is off."""
-    if not settings.get("norm_adv_by_std_in_grpo", True):
-        return values
-    variance = rollouts.group_sum(rollouts.deviation.square()) / (rollouts.count - 1)
-    return values / (variance.sqrt() + _EPSILON)
+for _name, _estimator in advantages.ESTIMATORS.items():
+    register_rollout_estimator(_estimator, f"{_name}_skip_missing")
 
 
 def _of_rows(
@@ -188,23 +108,17 @@ def _of_rows(
     settings: Settings,
 ) -> torch.Tensor:
     """Return the advantages of B rows, [B, R]. `index` holds the `uid` of each row."""
-    rollout_of_row, last_row, group = _rollouts_of(index, response_mask.device)
-    reward = token_level_rewards.sum(-1).double()[last_row]
-    row_tokens = response_mask.sum(-1).double()
-    tokens = torch.zeros_like(reward).index_add(0, rollout_of_row, row_tokens)
-    present = tokens > 0
-    compared = present & (_group_sum(present.double(), group) > 1)
-    advantage = torch.zeros_like(reward)
-    if compared.any():
-        rollouts = Rollouts(reward[compared], tokens[compared], group[compared])
-        advantage[compared] = estimator(rollouts, settings).to(advantage)
-    of_row = advantage[rollout_of_row] * _weights(settings, row_tokens, tokens[rollout_of_row], present.sum())
-    return of_row.to(torch.float32).unsqueeze(-1) * response_mask
+    rollout_of_row, last_row, group = _rollouts_of(index)
+    reward = token_level_rewards.sum(-1).double().numpy(force=True)[last_row]
+    row_tokens = response_mask.sum(-1).double().numpy(force=True)
+    tokens = np.bincount(rollout_of_row, weights=row_tokens).astype(np.float64)
+    advantage = advantages.advantages_of(estimator, reward, tokens, group, settings)
+    weights = _weights(settings, row_tokens, tokens[rollout_of_row], max(1, int((tokens > 0).sum())))
+    of_row = torch.from_numpy(advantage[rollout_of_row] * weights).to(response_mask.device, torch.float32)
+    return of_row.unsqueeze(-1) * response_mask
 
 
-def _weights(
-    settings: Settings, row_tokens: torch.Tensor, rollout_tokens: torch.Tensor, rollouts: torch.Tensor
-) -> torch.Tensor | float:
+def _weights(settings: Settings, row_tokens: Array, rollout_tokens: Array, rollouts: int) -> Array | float:
     """Return the weight of each row with which each rollout weighs the same in the loss; 1 unless `weigh_rollouts`.
 
     verl divides the loss of a mini-batch by its rows or by its tokens (`loss_agg_mode`), padding rows included.
@@ -212,15 +126,15 @@ def _weights(
     root = root_of(settings)
     if "trainer" not in root or not (root.trainer.v1.sampler.get("sampler_kwargs") or {}).get("weigh_rollouts"):
         return 1.0
-    mode, share = str(root.actor_rollout_ref.actor.loss_agg_mode), rollout_tokens.clamp(min=1)
+    mode, share = str(root.actor_rollout_ref.actor.loss_agg_mode), np.maximum(rollout_tokens, 1)
     if mode.startswith("token-"):
-        return row_tokens.sum() / (rollouts * share)
+        return np.asarray(row_tokens.sum() / (rollouts * share))
     if mode == "seq-mean-token-mean":
         return len(row_tokens) / rollouts * row_tokens / share
     return len(row_tokens) / rollouts
 
 
-def _rollouts_of(index: Sequence[str], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rollouts_of(index: Sequence[str]) -> tuple[_Places, _Places, _Places]:
     """Return the rollout of each row, [B], and of each rollout its last row and the number of its prompt, [N]."""
     rollouts: dict[object, int] = {}
     groups: dict[str, int] = {}
@@ -236,11 +150,5 @@ def _rollouts_of(index: Sequence[str], device: torch.device) -> tuple[torch.Tens
             group.append(groups.setdefault(prompt, len(groups)))
         last[rollout] = max(last[rollout], (segment, i))
         of_row.append(rollout)
-    found = (of_row, [i for _, i in last], group)
-    of_each, last_row, prompt_of = (torch.tensor(each, device=device) for each in found)
+    of_each, last_row, prompt_of = (np.asarray(each, np.int64) for each in (of_row, [i for _, i in last], group))
     return of_each, last_row, prompt_of
-
-
-def _group_sum(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    sums = torch.zeros(int(group.max()) + 1, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, group, values)[group]

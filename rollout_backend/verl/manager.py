@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.earlier_batches import global_step_of
+from rollout_backend.core.rows import Rows, mask_group, rows_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
@@ -45,7 +46,6 @@ from rollout_backend.verl.async_batches import AsyncBatches, StepNumbers
 from rollout_backend.verl.dataset import TaskIds, payload_of, private_of
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_images import load_vision_inputs
-from rollout_backend.verl.rows import Rows, mask_group, rows_of
 from rollout_backend.verl.server_list import ServerList, VllmServers
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.v1_batch import (

@@ -33,8 +33,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.core.rows import Rows
 from rollout_backend.results.step_report import GroupResult
-from rollout_backend.verl.rows import Rows
 
 GROUP_DROPPED, UNTRAINABLE, MASKED, TOO_OLD = "group_dropped", "untrainable", "masked", "too_old"
 CLASSES = (

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from rollout_backend.config import ExpertShape
+from rollout_backend.core.rows import Row, Rows
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl.row_images import VisionInputs
-from rollout_backend.verl.rows import Row, Rows
 
 # --- v1: TransferQueue ------------------------------------------------------------------------------------
 

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
+from rollout_backend.core.rows import SeenImage
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering.image_positions import prepares_images
 
 _PROCESSOR = "Qwen3VLProcessor"
-
-
-@dataclass(frozen=True)
-class SeenImage:
-    """An image's bytes and its token range `[start, end)` in a row."""
-
-    start: int
-    end: int
-    data: bytes = field(repr=False)
 
 
 class VisionInputs:

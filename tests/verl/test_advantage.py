@@ -22,8 +22,9 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimat
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
+from rollout_backend.core.advantages import Rollouts
 from rollout_backend.errors import ConfigError
-from rollout_backend.verl.advantage import ESTIMATORS, Rollouts, register_rollout_estimator, row_uid
+from rollout_backend.verl.advantage import ESTIMATORS, register_rollout_estimator, row_uid
 from rollout_backend.verl.unsupported import refuse_unsupported
 from trainings import verl_settings
 
@@ -189,7 +190,7 @@ def test_grpo_of_verl_counts_a_rollout_whose_last_row_is_rejected_and_trains_non
 
 
 def test_users_register_functions_of_rollouts() -> None:
-    def mine(rollouts: Rollouts, settings: Any) -> torch.Tensor:
+    def mine(rollouts: Rollouts, settings: Any) -> np.ndarray:
         assert rollouts.count.tolist() == [2, 2]
         return rollouts.reward * 10
 

@@ -17,7 +17,8 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
 
-from rollout_backend.verl.advantage import ESTIMATORS, Rollouts, register_rollout_estimator, row_uid
+from rollout_backend.core.advantages import Rollouts
+from rollout_backend.verl.advantage import ESTIMATORS, register_rollout_estimator, row_uid
 from rollout_backend.verl.sampler import StableSteps
 from trainings import verl_settings
 
@@ -39,8 +40,8 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> None:
 def ones() -> Any:
     """Register an estimator whose advantage is 1, so that what remains is the weight."""
 
-    def ones(rollouts: Rollouts, settings: Any) -> torch.Tensor:
-        return torch.ones_like(rollouts.reward)
+    def ones(rollouts: Rollouts, settings: Any) -> np.ndarray:
+        return np.ones_like(rollouts.reward)
 
     register_rollout_estimator(ones)
     yield

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout
+from rollout_backend.core.rows import Rows, mask_group, rows_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.results.step_report import GroupResult
 from rollout_backend.verl.manager import CloudAgentLoopManager
 from rollout_backend.verl.metrics import as_metrics, count_group
-from rollout_backend.verl.rows import Rows, mask_group, rows_of
 from rollouts import make_rollout, make_segment
 
 WHOLE, CUT_REPLY, CUT_ROW, FAILED = "whole", "last_reply_cut", "row_cut", "agent_error"

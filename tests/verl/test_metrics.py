@@ -21,13 +21,13 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
 from rollout_backend.config import ExpertShape
+from rollout_backend.core.rows import Rows, rows_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.step_report import GroupResult, StepFailure
 from rollout_backend.verl.manager import reward_extra_info
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_fields, v1_tag
-from rollout_backend.verl.rows import Rows, rows_of
 from rollout_backend.verl.v1_batch import QueueRow, QueueWriter, V1Batch
 from rollouts import make_rollout, make_segment
 from trainings import verl_settings

@@ -25,9 +25,9 @@ from verl.workers.utils.padding import (
 )
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
+from rollout_backend.core.rows import Rows, rows_of
 from rollout_backend.verl.manager import CloudAgentLoopManager
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
-from rollout_backend.verl.rows import Rows, rows_of
 from rollouts import make_rollout, make_turn
 from rollouts import segment_of as segment
 

@@ -15,9 +15,9 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import Rollout, Segment
+from rollout_backend.core.rows import Row, Rows, rows_of
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
-from rollout_backend.verl.rows import Row, Rows, rows_of
 from rollouts import make_rollout, segment_of
 
 

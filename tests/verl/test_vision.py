@@ -20,12 +20,12 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import ImageSpan, Rollout, Segment
 from rollout_backend.core.images import Image
+from rollout_backend.core.rows import SeenImage, rows_of
 from rollout_backend.errors import ConfigError
 from rollout_backend.rendering import image_positions as of_gateway
 from rollout_backend.verl import row_images as of_verl
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
-from rollout_backend.verl.row_images import SeenImage, VisionInputs, load_vision_inputs
-from rollout_backend.verl.rows import rows_of
+from rollout_backend.verl.row_images import VisionInputs, load_vision_inputs
 from rollouts import make_rollout, make_turn
 
 PAD, VIDEO_PAD, START, END = 60, 61, 62, 63

@@ -1,4 +1,4 @@
-"""Convert a finished rollout into the rows that verl trains on. Pure.
+"""Convert a finished rollout into the rows that trainers train on. Pure.
 
 A segment becomes at most one row. Its prompt is the tokens before the first sampled one; its response is the tokens
 that follow, with a mask of 1 on those that are trained.
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 import numpy as np
@@ -43,12 +43,20 @@ from rollout_backend.config import ExpertShape
 from rollout_backend.config.step import Mask
 from rollout_backend.core.adapter import number_of
 from rollout_backend.core.routed_experts import unpack
-from rollout_backend.verl.row_images import SeenImage
+
+
+@dataclass(frozen=True)
+class SeenImage:
+    """An image's bytes and its token range `[start, end)` in a row."""
+
+    start: int
+    end: int
+    data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A segment as verl trains it: P >= 1 prompt tokens and R response tokens, of which the last is trained.
+    """A segment as it is trained: P >= 1 prompt tokens and R response tokens, of which the last is trained.
 
     `tokens` is [P + R], `routed_experts` is [P + R, layers, topk], and the other arrays are [R].
     """
