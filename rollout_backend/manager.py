@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from agent_wrapper.contract import MAX_STEP, Sampling
 from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import RolloutConfig
+from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.ledger import Phase
 from rollout_backend.core.lineage import Lineage
@@ -342,6 +343,7 @@ class RolloutManager:
                 allow_subset=allow_subset,
                 adapter=adapter,
                 weights_are_counted=not weights,
+                trainer_name=describe_batch(number)[0] if self._started_by == "verl" else "",
             )
             if named is not None:
                 request = replace(request, weights=f"{request.weights}+{named.engine_name}")

@@ -94,6 +94,12 @@ NewestRun = Annotated[
         autocompletion=complete_run,
     ),
 ]
+StepName = Annotated[
+    str | None,
+    typer.Option(
+        "--step", metavar="STEP", help="Only the step with this number; in a training by verl, verl's number."
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--override", "-o", metavar="KEY=VALUE", help="Override a setting, such as group.size=8."),

@@ -20,6 +20,7 @@ from rollout_backend.cli.common import (
     RUNS,
     NewestRun,
     RunName,
+    StepName,
     complete_run,
     console,
     echo,
@@ -198,9 +199,7 @@ def _print_counts(written: Mapping[Path, int] | Mapping[str, int]) -> None:
 
 def replay(
     run: NewestRun = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Step number, as in the file names in steps/. Default: the only step.")
-    ] = None,
+    step: StepName = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.parquet", help="Write the rows to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the digests as JSON.")] = False,
 ) -> None:
@@ -237,7 +236,7 @@ def _print_digests(found: ReplayedStep) -> None:
     lines = [f"{rollout.rollout_id}: {rollout_digest(rollout)}" for rollout in found.rollouts]
     rows = sum(len(rollout.segments) for rollout in found.rollouts)
     sampled = sum(rollout.sampled_tokens for rollout in found.rollouts)
-    lines.append(f"step {found.step}: {len(found.rollouts)} rollouts, {rows} rows, {sampled} sampled tokens")
+    lines.append(f"step {found.name}: {len(found.rollouts)} rollouts, {rows} rows, {sampled} sampled tokens")
     if not found.failures:
         lines += [f"digest of the step: {step_digest(found.rollouts)}", found.seals]
     for line in lines:
@@ -272,18 +271,21 @@ def rescore(
     The new rewards are written to RUN/rescored/NAME. Nothing else in the run's folder changes. A rollout that cannot
     be scored has no new reward, and the exit code is then 1.
     """
+    from rollout_backend.results.archive import RunArchive
     from rollout_backend.results.rescoring import rescore as compute
+    from rollout_backend.results.run_data import step_namer
     from rollout_backend.results.terminal.view import print_rescoring
     from rollout_backend.scoring.scorer import load_scorer
 
+    folder = find_run(run)
     with show_progress("scored") as follow:
-        found = compute(find_run(run), load_scorer(scorer), name, follow=follow)
+        found = compute(folder, load_scorer(scorer), name, follow=follow)
     if as_json:
         print(found.model_dump_json()[:-1], end=',"rollouts":[')
         for number, each in enumerate(found.rollouts()):
             print("," * (number > 0) + each.model_dump_json(), end="")
         print("]}")
     else:
-        print_rescoring(console, found)
+        print_rescoring(console, found, step_namer(RunArchive(folder)))
     if found.scored < found.completed:
         raise typer.Exit(1)

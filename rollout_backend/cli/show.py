@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.cli.common import RUNS, complete_run, console, find_run
+from rollout_backend.cli.common import RUNS, StepName, complete_run, console, find_run
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def show(
             autocompletion=complete_run,
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Only this step, numbered as the files in steps/.")] = None,
+    step: StepName = None,
     turn: Annotated[
         int | None, typer.Option(min=0, help="Only this turn (model call) of the rollout, counted from 0.")
     ] = None,
@@ -83,12 +83,12 @@ def show(
         if name is None:
             shown.run()
         elif not shown.rollout(name) and not shown.task(name):
-            _show_similar(shown, name, other_runs=run is None)
+            _show_similar(shown, name, step, other_runs=run is None)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"a record in {folder / 'steps'} cannot be read: {error}") from None
 
 
-def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
+def _show_similar(shown: _Shown, name: str, step: str | None, *, other_runs: bool) -> None:
     """Show the id that starts with the name. Raises ConfigError with the candidates unless there is exactly one."""
     from rollout_backend.results.archive import RunNames
 
@@ -101,7 +101,7 @@ def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
         lines = "\n  ".join([*several[:_LISTED], *more])
         raise ConfigError(f"several ids begin with {name!r}: name one of them\n  {lines}")
     if runs:
-        _Shown(find_run(runs[0]), shown.step, shown.turn, shown.as_json).run()
+        _Shown(find_run(runs[0]), step, shown.turn, shown.as_json).run()
     elif not found:
         nearest = names.nearest(name)
         advice = f"did you mean {nearest}? Or name" if nearest else "name"
@@ -117,11 +117,14 @@ def _show_similar(shown: _Shown, name: str, *, other_runs: bool) -> None:
 class _Shown:
     """Shows parts of one run."""
 
-    def __init__(self, folder: Path, step: int | None, turn: int | None, as_json: bool) -> None:
+    def __init__(self, folder: Path, step: str | None, turn: int | None, as_json: bool) -> None:
         from rollout_backend.results.archive import RunArchive
+        from rollout_backend.results.run_data import find_step, step_namer
 
-        self.folder, self.step, self.turn, self.as_json = folder, step, turn, as_json
+        self.folder, self.turn, self.as_json = folder, turn, as_json
         self.archive: RunArchive = RunArchive(folder)
+        self.step_name = step_namer(self.archive)
+        self.step = None if step is None else find_step(self.archive, step)
         self.place = f"{folder}" if step is None else f"step {step} of {folder}"
 
     def steps(self) -> list[int]:
@@ -162,7 +165,9 @@ class _Shown:
             with contextlib.suppress(ConfigError):
                 tasks = self.archive.read_tasks(step)
             payload = tasks.get(task_id, {}).get("payload")
-            self._print(TaskView(read_run_id(self.folder), step, task_id, payload, mine, self.option))
+            self._print(
+                TaskView(read_run_id(self.folder), step, self.step_name(step), task_id, payload, mine, self.option)
+            )
         return bool(records)
 
     def rollout(self, rollout_id: str) -> bool:
@@ -175,12 +180,12 @@ class _Shown:
             if result is not None and record is not None and not record.is_of(result):
                 result = None
             if self.turn is not None:
-                self._turn(result, rollout_id)
+                self._turn(result, rollout_id, self.step_name(step))
             else:
-                self._one(record, result)
+                self._one(record, result, self.step_name(step))
         return bool(steps)
 
-    def _one(self, record: RolloutRecord | None, result: Rollout | None) -> None:
+    def _one(self, record: RolloutRecord | None, result: Rollout | None, step: str) -> None:
         from rollout_backend.results.terminal.view import print_record, print_rollout
 
         if self.as_json:
@@ -189,11 +194,11 @@ class _Shown:
             print(found.model_dump_json())
             return
         if result is not None:
-            print_rollout(console, result)
+            print_rollout(console, result, step)
         if record is not None:
-            print_record(console, record, with_outcome=result is None)
+            print_record(console, record, step, with_outcome=result is None)
 
-    def _turn(self, result: Rollout | None, rollout_id: str) -> None:
+    def _turn(self, result: Rollout | None, rollout_id: str, step: str) -> None:
         from rollout_backend.rendering.token_bytes import TokenText
         from rollout_backend.results.run_data import read_config
         from rollout_backend.results.terminal.turn_view import TurnView
@@ -202,7 +207,7 @@ class _Shown:
         if result is None:
             why = f"rollout show {rollout_id}{self.option} says why"
             raise ConfigError(f"{rollout_id} has no turns, because no result was stored: {why}")
-        view = TurnView.of(result, self.turn, self.option)
+        view = TurnView.of(result, self.turn, step, self.option)
         if self.as_json:
             print(json.dumps(view.fields()))
             return

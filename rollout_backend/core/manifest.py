@@ -45,6 +45,13 @@ class StepRequest:
     """The LoRA adapter that model calls name; empty for the model without an adapter."""
     weights_are_counted: bool = False
     """`weights` has this backend's count of updates, which no later trainer of the run repeats for other weights."""
+    trainer_name: str = ""
+    """How the trainer numbers the step, if not by `step`."""
+
+    @property
+    def name(self) -> str:
+        """Return the step's name for people."""
+        return self.trainer_name or str(self.step)
 
 
 class PlannedTask(ContractObject):

@@ -21,6 +21,7 @@ from rollout_backend.core.seal import Sealer, check_without_secret, digest_of
 from rollout_backend.errors import ConfigError
 from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.records import RolloutRecord
+from rollout_backend.results.run_data import find_step, step_namer
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.serving.run_secret import revealed, run_secret, secret_file
 
@@ -38,6 +39,8 @@ class ReplayedStep:
     """The trained rollouts of a step, and the reasons why others cannot be rebuilt, by rollout id."""
 
     step: int
+    name: str
+    """Its number, or for verl that of the global step."""
     rollouts: tuple[Rollout, ...]
     """The rollouts, in the order in which the trainer received them."""
     failures: dict[str, str]
@@ -45,8 +48,8 @@ class ReplayedStep:
     """Description of how they were checked."""
 
 
-def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
-    """Read the trained rollouts of a step; by default, of the run's only step.
+def replay_step(run_dir: Path, step: str | None = None) -> ReplayedStep:
+    """Read the trained rollouts of the step with this name; by default, of the run's only step.
 
     Raises:
         ConfigError: the directory does not have that step, or cannot be read.
@@ -63,7 +66,7 @@ def replay_step(run_dir: Path, step: int | None = None) -> ReplayedStep:
             failures[record.rollout_id] = str(error)
         else:
             rollouts.append(rollout)
-    return ReplayedStep(number, tuple(rollouts), failures, seals)
+    return ReplayedStep(number, step_namer(archive)(number), tuple(rollouts), failures, seals)
 
 
 def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
@@ -93,27 +96,31 @@ def rows_as_parquet(rollouts: Sequence[Rollout]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _choose_step(archive: RunArchive, step: int | None) -> int:
-    steps = archive.steps()
+def _choose_step(archive: RunArchive, step: str | None) -> int:
+    steps, name_of = archive.steps(), step_namer(archive)
     if not steps:
         raise ConfigError(f"{archive.run_dir} has no records: its run was killed, or has not ended a step")
     if step is None and len(steps) > 1:
-        raise ConfigError(f"{archive.run_dir} has {len(steps)} steps, {steps[0]} to {steps[-1]}: choose a --step")
-    if step is not None and step not in steps:
-        raise ConfigError(f"{archive.run_dir} has no records of step {step}")
-    return steps[0] if step is None else step
+        raise ConfigError(
+            f"{archive.run_dir} has {len(steps)} steps, {name_of(steps[0])} to {name_of(steps[-1])}: choose a --step"
+        )
+    number = steps[0] if step is None else find_step(archive, step)
+    if number not in steps:
+        raise ConfigError(f"{archive.run_dir} has no records of step {step}, which has not ended or was killed")
+    return number
 
 
 def _trained_records(archive: RunArchive, step: int) -> list[RolloutRecord]:
+    name = step_namer(archive)(step)
     try:
         report = archive.read_report(step)
         found = trained_records(report, archive.read_records(step)) if report is not None else []
     except ValueError as error:
-        raise ConfigError(f"step {step} of {archive.run_dir} cannot be read: {error}") from None
+        raise ConfigError(f"step {name} of {archive.run_dir} cannot be read: {error}") from None
     if report is None:
-        raise ConfigError(f"step {step} of {archive.run_dir} has no report, because it was interrupted or failed")
+        raise ConfigError(f"step {name} of {archive.run_dir} has no report, because it was interrupted or failed")
     if not found:
-        raise ConfigError(f"step {step} of {archive.run_dir} has no rollout that was trained")
+        raise ConfigError(f"step {name} of {archive.run_dir} has no rollout that was trained")
     return found
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ class StepData:
     archive: RunArchive = field(repr=False)
     step: int
     name: str
-    """Its number, or that of the trainer's global step."""
+    """Its number, or for verl that of the global step."""
     validates: bool
     summary: StepSummary
     overview: StepOverview
@@ -145,6 +145,34 @@ def training_steps(archive: RunArchive) -> list[int]:
     """Return the numbers of the recorded training steps. If only validations are recorded, return theirs."""
     steps, by_verl = archive.steps(), _is_by_verl(archive)
     return [step for step in steps if not (by_verl and validates(step))] or steps
+
+
+def step_namer(archive: RunArchive) -> Callable[[int], str]:
+    """Return the function that names a run's steps for people: by verl's global step if verl started the run."""
+    return (lambda step: describe_batch(step)[0]) if _is_by_verl(archive) else str
+
+
+def name_steps(archive: RunArchive, steps: Sequence[int]) -> str:
+    """Return the names of the first and the last of these steps, such as `steps 1 to 15`."""
+    names = [step_namer(archive)(step) for step in (*steps[:1], *steps[1:][-1:])]
+    return f"step{'s' * (len(names) > 1)} {' to '.join(names)}" if names else "no step"
+
+
+def find_step(archive: RunArchive, name: str) -> int:
+    """Return the number of a begun step of a run by its name.
+
+    Raises:
+        ConfigError: the run has no such step.
+    """
+    name_of, steps = step_namer(archive), archive.begun_steps()
+    numbers = {name_of(step): step for step in steps}
+    name = str(int(name)) if name.isdecimal() else name
+    if name in numbers:
+        return numbers[name]
+    why = f"step {name} of {archive.run_dir} has no records: it has those of {name_steps(archive, steps)}"
+    if name.isdecimal() and int(name) in steps:
+        why += f"; the files {int(name):08d} hold step {name_of(int(name))}"
+    raise ConfigError(why)
 
 
 def read_rollout(archive: RunArchive, record: RolloutRecord) -> Rollout | None:
@@ -295,7 +323,7 @@ def summarize_run(folder: Path) -> RunOverview:
         try:
             summary = archive.read_summary(step)
         except ValueError as damage:
-            error = error or f"a record of step {step} cannot be read: {damage}"
+            error = error or f"a record of step {step_namer(archive)(step)} cannot be read: {damage}"
             continue
         planned, completed = planned + summary.planned, completed + summary.completed
         rewards, reward_sum = rewards + summary.completed_rewards, reward_sum + summary.completed_reward_sum

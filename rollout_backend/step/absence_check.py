@@ -79,7 +79,7 @@ class AbsenceCheck:
             async with asyncio.timeout(limit_s):
                 await self.ask(asked, absent)
         except (StoreError, TimeoutError) as error:
-            log.warning("step %d is out of time: %s", self._sink.step, error or "no answer in time")
+            log.warning("step %s is out of time: %s", self._context.request.name, error or "no answer in time")
 
     async def _ask_source(self, entry: LedgerEntry) -> bool:
         """Let the agent protocol's own source write its result. Return whether the source has answered."""

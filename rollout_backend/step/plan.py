@@ -46,7 +46,10 @@ class StepPlan:
             request = self.request
             before = await self.retry(lambda: services.manifests.read(self.request.step))
             lineage = await self.retry(lambda: services.manifests.begin(request.step, request.weights))  # noqa: B023
-            if not (_can_verify_seals(before, services.sealed_by) and _has_same_weights(before, request, lineage)):
+            if not (
+                _can_verify_seals(before, services.sealed_by, request.name)
+                and _has_same_weights(before, request, lineage)
+            ):
                 request = replace(request, same_weights=False)
             now, wall = asyncio.get_running_loop().time(), services.wall()
             self.manifest = Manifest.plan(
@@ -67,8 +70,8 @@ class StepPlan:
             if before is not None and not self.manifest.resumed and request is self.request:
                 same_weights = request.same_weights and before.weights == request.weights
                 log.warning(
-                    "step %d was begun with other %s: all of its rollouts run again",
-                    request.step,
+                    "step %s was begun with other %s: all of its rollouts run again",
+                    request.name,
                     "tasks, sampling or group sizes" if same_weights else f"weights ({before.weights or 'unknown'})",
                 )
             return before
@@ -94,7 +97,7 @@ class StepPlan:
             async with asyncio.timeout(_LAST_WRITE_S):
                 await self.record()
         except (StoreError, WriteConflict, CredentialsExpired, TimeoutError) as error:
-            what = str(error) or f"S3 did not take the manifest of step {self.request.step} in time"
+            what = str(error) or f"S3 did not take the manifest of step {self.request.name} in time"
             log.warning("%s; if the step is resumed, it stops these sessions again", what)
             return False
         return True
@@ -113,7 +116,7 @@ class StepPlan:
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Retry a call to S3 with back-off until S3 answers. Raises StoreError at the step's deadline, even if S3
         does not respond."""
-        warn = log_retry(log, "step %d waits for S3", self.request.step)
+        warn = log_retry(log, "step %s waits for S3", self.request.name)
         return await retry_until(self.deadline, call, StoreError, self.services.pauses.store, before_sleep=warn)
 
 
@@ -124,21 +127,21 @@ def _has_same_weights(before: Manifest | None, request: StepRequest, lineage: Li
     if lineage.has_same_weights(before.fencing_token, before.step, before.weights):
         return True
     log.warning(
-        "step %d was begun by a trainer from whose checkpoint a later one has trained again: all of its rollouts run "
+        "step %s was begun by a trainer from whose checkpoint a later one has trained again: all of its rollouts run "
         "again",
-        before.step,
+        request.name,
     )
     return False
 
 
-def _can_verify_seals(before: Manifest | None, sealed_by: Collection[str]) -> bool:
+def _can_verify_seals(before: Manifest | None, sealed_by: Collection[str], step: str) -> bool:
     """Return whether the seals of an earlier trainer's results can be verified. If not, none of them can be used."""
     if before is None or not sealed_by or before.sealed_by in sealed_by:
         return True
     log.warning(
-        "step %d was begun with another secret, or by another version of this package, so its results cannot be "
+        "step %s was begun with another secret, or by another version of this package, so its results cannot be "
         "checked: all of its rollouts run again. To resume a run on another machine, set gateway.secret, or copy "
         "OUTPUT_DIR/.secrets; after a rotation, set gateway.previous_secret",
-        before.step,
+        step,
     )
     return False

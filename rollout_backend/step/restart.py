@@ -102,9 +102,9 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
     await sessions.adopt(kept.keys())
     if manifest.resumed:
         log.info(
-            "step %d is resumed: of %d rollouts %d are finished and %d still run; the sessions of the others are "
+            "step %s is resumed: of %d rollouts %d are finished and %d still run; the sessions of the others are "
             "closed",
-            step,
+            context.request.name,
             len(rollouts),
             results.resumed,
             results.adopted,

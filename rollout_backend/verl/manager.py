@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.core.earlier_batches import global_step_of
+from rollout_backend.core.earlier_batches import describe_batch, global_step_of
 from rollout_backend.core.rows import Rows, mask_group, rows_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
@@ -420,8 +420,8 @@ def _log_step(result: StepResult) -> None:
     explained = [failure for failure in result.failures if failure.message]
     log.log(
         logging.WARNING if report.reasons else logging.INFO,
-        "step %d: %d planned, %d trainable, %d of %d groups usable, tokens by version %s, left out: %s%s",
-        result.step,
+        "step %s: %d planned, %d trainable, %d of %d groups usable, tokens by version %s, left out: %s%s",
+        describe_batch(result.step)[0],
         report.planned,
         report.trainable,
         sum(group.usable for group in result.groups),

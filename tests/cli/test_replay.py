@@ -124,7 +124,7 @@ def test_unusable_input_is_refused(rollout, live, tmp_path):
     folder, _ = live
     for arguments, message in (
         (("none",), "there is no run 'none'"),
-        ((folder, "--step", 3), "has no records of step 3"),
+        ((folder, "--step", 3), "has no records: it has those of step 0"),
         ((folder, "--out", tmp_path / "rows.npz"), "must be a .parquet file"),
         ((tmp_path,), "has no records"),
     ):

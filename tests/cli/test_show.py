@@ -14,6 +14,7 @@ from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
 from rollout_backend.gateway.stats import EngineUse
 from rollout_backend.results.archive import RunArchive
+from run_folders import write_training
 
 
 @pytest.fixture
@@ -137,6 +138,26 @@ def test_the_id_that_a_wrong_one_means_is_suggested(rollout, runs):
     refused(rollout("report", runs / "three"), f"there is no run '{runs / 'three'}'")
     for name in (".", runs.parent):
         refused(rollout("show", name), f"{name} holds no run")
+
+
+def test_steps_of_verl_have_its_numbers_everywhere(rollout, here):
+    """The second batch of global step 15 and its validation have the numbers 15001 and 15500 in file names."""
+    folder = write_training(here / "runs" / "a", *((number, [0.0, 1.0]) for number in (14000, 15000, 15001, 15500)))
+    for name, task in (("15", "t0"), ("15.1", "t1"), ("15 validation", "t1.0"), ("015", "t1.0")):
+        shown = [rollout("show", *arguments, "--step", name)[1] for arguments in ((), (task,))]
+        for output in shown:
+            assert re.search(rf"\bstep {name.lstrip('0')}\b", output), output
+            assert not re.search(r"1[45][05]0[01]", output)
+    table = rollout("show")[1]
+    assert "rollout show --step '15 validation' one step, here the last" in table
+    assert not re.search(r"1[45][05]0[01]", table)
+    [found] = as_objects(rollout("show", "--step", "15.1", "--json"))
+    assert (found["step"], found["name"]) == (15001, "15.1")
+    held = "has no records: it has those of steps 14 to 15 validation"
+    refused(rollout("show", "--step", 15000), f"step 15000 of runs/a {held}; the files 00015000 hold step 15")
+    refused(rollout("show", "t0", "--step", 16), f"step 16 of runs/a {held}")
+    refused(rollout("replay"), "runs/a has 4 steps, 14 to 15 validation: choose a --step")
+    refused(rollout("replay", "--step", "15.1"), f"step 15.1 of {folder.relative_to(here)} has no report")
 
 
 def test_the_beginning_of_an_id_is_enough(rollout, runs):

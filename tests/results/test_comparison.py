@@ -4,17 +4,13 @@ import json
 
 import pytest
 
-from builders import run_config
-from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
-from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.comparison import compare_runs
 from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.page.training_page import training_context
 from rollout_backend.results.run_data import read_run
-from rollout_backend.results.run_info import RunStart
 from rollout_backend.results.terminal.view import print_comparison, reward_sentence
-from run_folders import make_record, make_summary, write_run
+from run_folders import write_run, write_training
 
 
 def test_the_difference_of_rewards_is_paired_by_task(tmp_path):
@@ -46,20 +42,6 @@ def test_only_tasks_of_both_runs_are_compared(tmp_path):
     other = compare_runs(first, write_run(tmp_path / "c", {"x": [1.0]}, payload="another question"))
     assert (other.changed_tasks, other.reward) == (1, None)
     assert "no task has a reward in both runs" in reward_sentence(other.reward)
-
-
-def write_training(folder, *steps):
-    """Write a run of verl: the number of each step, and the rewards of its tasks, which are named after rows."""
-    config = run_config(run_id=folder.name, output_dir=folder.parent)
-    archive = RunArchive(config.run_dir)
-    archive.write_start(config, RunStart.of(config, "verl", {}, None))
-    for number, rewards in steps:
-        archive.write_tasks(number, [Task(f"t{i}", {"question": (number % 1000, i)}) for i in range(len(rewards))])
-        results = enumerate(map(make_summary, rewards))
-        archive.write_records(number, [make_record(f"t{i}.0", step=number, result=result) for i, result in results])
-    archive.write_end("ended")
-    archive.close()
-    return config.run_dir
 
 
 def test_trainings_are_compared_without_their_validations(tmp_path):

@@ -21,7 +21,7 @@ def show(screen):
 
     def show(what: StepResult | Rollout) -> str:
         if isinstance(what, Rollout):
-            print_rollout(screen.console, what)
+            print_rollout(screen.console, what, str(what.step))
         else:
             print_step(screen.console, what, Path("/where/it/is"))
         return screen.text
@@ -136,7 +136,7 @@ def test_agent_output_cannot_control_the_terminal(show, screen):
     show(rollout)
     show(make_step({"task-a.0": rollout}))
     hostile = RECORD.model_copy(update={"message": TRICK, "session_ids": (TRICK,), "log": TRICK})
-    print_record(screen.console, hostile, with_outcome=True)
+    print_record(screen.console, hostile, "3", with_outcome=True)
     assert screen.text.count("ZXZpbA") == screen.text.count("[red]x[/red]") > 8
     assert [letter for letter in screen.text if letter in "\x1b\x07\x9b\u202e\u2066"] == []
 
@@ -151,7 +151,7 @@ RECORD = make_record(
 
 
 def test_a_rollout_without_a_result_is_shown_by_its_record(screen):
-    print_record(screen.console, RECORD, with_outcome=True)
+    print_record(screen.console, RECORD, "3", with_outcome=True)
     for words in (
         "task-a.0  step 3, task task-a",
         "timed_out, no result was stored",

@@ -38,6 +38,20 @@ def write_run(
     return config.run_dir
 
 
+def write_training(folder: Path, *steps: tuple[int, Sequence[float]]) -> Path:
+    """Write a run of verl: the number of each step, and the rewards of its tasks, which are named after rows."""
+    config = run_config(run_id=folder.name, output_dir=folder.parent)
+    archive = RunArchive(config.run_dir)
+    archive.write_start(config, RunStart.of(config, "verl", {}, None))
+    for number, rewards in steps:
+        archive.write_tasks(number, [Task(f"t{i}", {"question": (number % 1000, i)}) for i in range(len(rewards))])
+        results = enumerate(map(make_summary, rewards))
+        archive.write_records(number, [make_record(f"t{i}.0", step=number, result=result) for i, result in results])
+    archive.write_end("ended")
+    archive.close()
+    return config.run_dir
+
+
 def _record(task_id: str, number: int, reward: float | None) -> RolloutRecord:
     lost = reward is None
     never = dict.fromkeys(("invoked_at", "accepted_at", "result_at"))

@@ -24,8 +24,10 @@ from rollout_backend.results.run_data import (
     StepData,
     describe_state,
     last_start,
+    name_steps,
     read_config,
     read_steps,
+    step_namer,
     summarize_run,
 )
 from rollout_backend.results.step_report import StepResult
@@ -98,8 +100,9 @@ class RunView:
         config, ended = read_config(run_dir), RunArchive(run_dir).steps()
         prices = Prices.of(config) if config is not None else None
         if step is not None and step not in ended:
-            others = f"steps {ended[0]} to {ended[-1]}" if ended else "no step"
-            raise ConfigError(f"step {step} of {run_dir} has no records: it has those of {others}")
+            archive = RunArchive(run_dir)
+            why = f"step {step_namer(archive)(step)} of {run_dir} has no records"
+            raise ConfigError(f"{why}: it has those of {name_steps(archive, ended)}")
         wanted = ended[-last:] if last is not None and step is None else ended if step is None else [step]
         steps = tuple(read_steps(run_dir, wanted) if wanted else ())
         return cls(run_dir, about, steps, step, show, prices)
@@ -177,7 +180,7 @@ class RunView:
                 f"{show_command(self.steps[0].summary.slowest)}{self.show}": "the rollout that took longest",
             }
         elif self.steps:
-            last = self.steps[-1].step
+            last = shlex.quote(self.steps[-1].name)
             lines |= {f"rollout show --step {last}{self.show}": "one step, here the last"}
         start = last_start(RunArchive(self.run_dir))
         if self.about.state in ("killed", "silent", "interrupted") and start is not None and start.by == "run":
@@ -214,9 +217,8 @@ def _print_steps(console: Console, steps: tuple[StepData, ...]) -> None:
     table = plain_table("step", "planned", "completed", "trained", "mean reward", "groups usable", "cache", "time")
     for step in steps:
         summary, (usable, groups) = step.summary, step.overview.groups
-        number = str(step.step)
         table.add_row(
-            number if step.name == number else f"{number} ({step.name})",
+            step.name,
             f"{summary.planned:,}",
             f"{summary.completed:,}",
             f"{summary.trained:,}",

@@ -33,10 +33,12 @@ class TurnView:
     segment_number: int
     turn_number: int
     """Index in its segment."""
+    step: str
+    """The step's name for people."""
     show: str = ""
 
     @classmethod
-    def of(cls, rollout: Rollout, number: int, show: str = "") -> Self:
+    def of(cls, rollout: Rollout, number: int, step: str, show: str = "") -> Self:
         """Find a turn by its index in the rollout.
 
         Raises:
@@ -47,7 +49,7 @@ class TurnView:
             raise ConfigError(f"{rollout.rollout_id} has no turns: it called no model")
         if number >= len(turns):
             raise ConfigError(f"{rollout.rollout_id} has no turn {number}: its turns are 0 to {len(turns) - 1}")
-        return cls(rollout, number, *turns[number], show)
+        return cls(rollout, number, *turns[number], step, show)
 
     @property
     def segment(self) -> Segment:
@@ -109,7 +111,7 @@ class TurnView:
         """Print the new messages, the reply, and the numbers. `text` decodes the tokens."""
         rollout = self.rollout
         where = (
-            f"  run {rollout.run_id}, step {rollout.step}, task {rollout.task_id}; turn {self.turn_number} of "
+            f"  run {rollout.run_id}, step {self.step}, task {rollout.task_id}; turn {self.turn_number} of "
             f"segment {self.segment_number} ({readable(self.segment.split_reason)})"
         )
         print_text(console, Text.assemble((f"{rollout.rollout_id} turn {self.number}", "bold"), where))

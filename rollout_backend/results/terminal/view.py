@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,6 +113,8 @@ class TaskView:
 
     run_id: str
     step: int
+    name: str
+    """The step's name for people."""
     task_id: str
     payload: object
     """None if the run directory does not contain it."""
@@ -144,7 +146,7 @@ class TaskView:
         facts.append("no reward" if average is None else f"mean reward {average:.3f}")
         if len(self.rewards) > 1 and len({*self.rewards}) == 1:
             facts.append("all rewards equal: nothing to learn from")
-        about = f"  run {self.run_id}, step {self.step}: {', '.join(facts)}"
+        about = f"  run {self.run_id}, step {self.name}: {', '.join(facts)}"
         print_text(console, Text.assemble((self.task_id, "bold"), about))
         if self.payload is not None:
             print_text(console, f"payload {readable(json.dumps(self.payload, ensure_ascii=False))}")
@@ -171,12 +173,12 @@ def _cells(record: RolloutRecord) -> list[Text]:
     ]
 
 
-def print_rollout(console: Console, rollout: Rollout) -> None:
-    """Print a rollout's outcome, messages and turns."""
+def print_rollout(console: Console, rollout: Rollout, step: str) -> None:
+    """Print the outcome, messages and turns of a rollout of the step with this name."""
     reward = "none" if rollout.reward is None else f"{rollout.reward:g}"
     style = "green" if rollout.outcome is Outcome.COMPLETED else "red"
     console.print(
-        f"[bold]{rollout.rollout_id}[/]  run {rollout.run_id}, step {rollout.step}, task {rollout.task_id}\n"
+        f"[bold]{rollout.rollout_id}[/]  run {rollout.run_id}, step {step}, task {rollout.task_id}\n"
         f"[{style}]{rollout.outcome}[/], reward {reward}, attempt {rollout.attempt}, "
         f"session {plain(rollout.session_id) or 'unknown'}\n"
         f"{when(rollout.started_at)}, took {max(0.0, rollout.finished_at - rollout.started_at):.1f} s, "
@@ -199,11 +201,11 @@ def print_rollout(console: Console, rollout: Rollout) -> None:
         turns += len(segment.turns)
 
 
-def print_record(console: Console, record: RolloutRecord, *, with_outcome: bool) -> None:
+def print_record(console: Console, record: RolloutRecord, step: str, *, with_outcome: bool) -> None:
     """Print where and when a rollout ran. `with_outcome` adds how it ended, for a rollout without a result."""
     if with_outcome:
         console.print(
-            f"[bold]{record.rollout_id}[/]  step {record.step}, task {record.task_id}\n"
+            f"[bold]{record.rollout_id}[/]  step {step}, task {record.task_id}\n"
             f"[red]{record.outcome or 'not settled'}[/], no result was stored"
         )
         _print_failure(console, record.message or "no message", record.reason)
@@ -376,10 +378,10 @@ def _text(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def print_rescoring(console: Console, found: Rescoring) -> None:
+def print_rescoring(console: Console, found: Rescoring, step_name: Callable[[int], str] = str) -> None:
     """Print the tasks whose rewards differ most, the rollouts that have no new reward, and the difference."""
     print_task_rewards(console, "stored", found.scorer.function, found.tasks)
-    lines = [f"{each.rollout_id}, step {each.step}: {readable(each.error)}" for each in found.failures]
+    lines = [f"{each.rollout_id}, step {step_name(each.step)}: {readable(each.error)}" for each in found.failures]
     without = found.completed - found.scored
     if without > _RESCORED_SHOWN:
         lines[_RESCORED_SHOWN:] = [f"... and {without - _RESCORED_SHOWN} more: --json has all"]
