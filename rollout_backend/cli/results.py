@@ -232,6 +232,7 @@ def replay(
 
 def _print_digests(found: ReplayedStep) -> None:
     from rollout_backend.results.replay import rollout_digest, step_digest
+    from rollout_backend.results.terminal.view import print_words
 
     lines = [f"{rollout.rollout_id}: {rollout_digest(rollout)}" for rollout in found.rollouts]
     rows = sum(len(rollout.segments) for rollout in found.rollouts)
@@ -241,6 +242,7 @@ def _print_digests(found: ReplayedStep) -> None:
         lines += [f"digest of the step: {step_digest(found.rollouts)}", found.seals]
     for line in lines:
         echo(line)
+    print_words(console, "seal")
 
 
 def _print_digests_as_json(found: ReplayedStep) -> None:

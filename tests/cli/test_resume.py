@@ -99,7 +99,11 @@ def test_an_interrupted_run_is_resumed_from_its_folder_which_can_be_shared(
         asked = len(engine.requests)
         code, output = rollout("run", "--resume", run_id)
         assert code == 0, output
-        words = ("it reconciles; 0 sessions open", "3 of 3 rollouts completed", "2 of 3 rollouts finished in an")
+        words = (
+            "it reconciles (each rollout ended once); 0 sessions open",
+            "3 of 3 rollouts completed",
+            "2 of 3 rollouts finished in an",
+        )
         assert all(part in output for part in words), output
         assert len(engine.requests) == asked + 1
     report = json.loads((folder / "steps" / "00000000.json").read_text())

@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,8 @@ def test_no_text_is_small_or_cut_at_any_width(tmp_path: Path, kind: str, width: 
 class FirstPage(ReportServer):
     """Says when a browser has the page as it was first."""
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir, renew_s=0, share=1)
+    def __init__(self, run_dir: Path, newest: Callable[[], Path] | None = None) -> None:
+        super().__init__(run_dir, renew_s=0, share=1, newest=newest)
         self.sent = asyncio.Event()
 
     async def page(self, request: Any) -> Any:
@@ -246,3 +247,31 @@ async def test_a_served_page_renews_itself_when_its_step_ends(tmp_path: Path, st
         html = await looking
     assert "data-until=" not in html
     assert "Open rollouts" not in html
+
+
+async def test_a_served_page_follows_the_newest_run_and_keeps_its_focus_and_scroll(tmp_path: Path):
+    folders = [make_run(tmp_path / name, MadeRun(tasks=4, group=3)) for name in ("earlier", "newest")]
+    newest = folders[:1]
+
+    class Served(FirstPage):
+        async def page(self, request: Any) -> Any:
+            page = await super().page(request)
+            # The first page takes the focus and scrolls; the next one shows where both are after its own script.
+            script = """<script>setTimeout(() => {
+            if (!sessionStorage.seen) { sessionStorage.seen = 1;
+            document.querySelector("#table th button").focus(); scrollTo({ top: 900, behavior: "instant" }); }
+            else document.body.dataset.kept = [document.activeElement === document.querySelector("#table th button"), scrollY];
+            }, 100)</script>"""  # noqa: E501
+            page.text = page.text.replace("</body>", f"{script}</body>")
+            return page
+
+    server = Served(folders[0], newest=lambda: newest[-1])
+    async with serve_report(server, "127.0.0.1", 0) as url:
+        flags = ("--virtual-time-budget=60000", "--window-size=1300,800", "--dump-dom")
+        looking = asyncio.create_task(asyncio.to_thread(run_chromium, tmp_path / "profile", *flags, url))
+        await server.sent.wait()
+        newest.append(folders[1])
+        html = await looking
+    assert "<title>newest" in html
+    assert "This page follows the newest run." in html
+    assert re.findall(r'data-kept="([^"]*)"', html) == ["true,900"]

@@ -87,7 +87,7 @@ def test_a_frame_of_a_busy_step():
         f" rollout  run-1   agent.py on Qwen3-4B{'00:01:11':>62}",
         " ✓ check 1.2 s  ✓ engines 27 s  ✓ gateway 3.0 s  ● rollouts  ○ stop",
         " done 229   agent error 4   lost 8   timed out 0   at work 96   waiting 47",
-        " reward   0.557    34 of 39 whole groups have a spread",
+        " reward   0.557    rewards differ in 34 of 39 whole groups",
         " tokens   0/s    cache 88%   3 calls in flight, 1,204 refused (429)",
         " engines  0: 48 running, 3 queued, 1 restart    1: not serving, 2 restarts",
         " slowest  buy-9-fig.3, 64 s of at most 4 min   (95 % took under 41 s)",

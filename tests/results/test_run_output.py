@@ -165,8 +165,8 @@ def test_a_good_run(screen):
     assert screen.text.splitlines() == [
         "✓ 2 of 2 rollouts completed, 1 of 1 groups usable",
         "  ! the step ended at its deadline (timeouts.collection_s: raise it)",
-        "  ledger   2 = 2 completed; it reconciles; 0 sessions open",
-        "  reward   0.500, 1 of 1 groups have a spread",
+        "  ledger   2 = 2 completed; it reconciles (each rollout ended once); 0 sessions open",
+        "  reward   0.500, which differs in 1 of 1 groups",
         "  time     check 1.0 s, rollouts 22 s",
         "  tokens   4 sampled (4/s), 6 prompt, cache unknown",
         "  read     rollout show task-a.0   (the longest)",

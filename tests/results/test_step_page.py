@@ -21,6 +21,7 @@ from rollout_backend.results.page.report import try_to_write_report, write_repor
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_data import changed_settings, read_run
 from rollout_backend.results.summary import Learning, rewards_by_task, seconds_of, summarize
+from rollout_backend.results.words import WORDS
 from rollouts import make_rollout, make_segment
 from run_folders import make_record, make_summary
 
@@ -100,6 +101,13 @@ def test_the_file_needs_no_network_and_names_its_pictures(page: Page):
     assert len(links) > 10
     for link in links:
         assert link[1:] in anchors or link[3:] in page.data["id"], link
+
+
+def test_words_of_this_project_are_explained_and_linked(page: Page):
+    links = {attributes["title"] for tag, attributes in page.tags if attributes.get("href") == "#words"}
+    assert links == {WORDS[word] for word in ("reconciles", "spread", "weights")}
+    explained = " ".join(page.texts["words"])
+    assert all(meaning in explained for meaning in WORDS.values())
 
 
 def test_texts_of_agents_stay_texts(tmp_path: Path):

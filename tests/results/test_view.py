@@ -11,6 +11,7 @@ from rollout_backend.results.findings import findings_of
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import summarize
 from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
+from rollout_backend.results.words import WORDS
 from rollouts import make_rollout, make_segment
 from run_folders import make_record, make_step
 
@@ -163,3 +164,14 @@ def test_a_rollout_without_a_result_is_shown_by_its_record(screen):
         "planned 2001-09-09 01:46:40 UTC, invoked +1.5 s, settled +60.0 s",
     ):
         assert words in screen.text
+
+
+def test_words_of_this_project_are_explained_where_they_are_met(screen, show):
+    """A rollout, a record and a step's ledger print words that a reader cannot know."""
+    show(make_rollout(segments=[make_segment()]))
+    doomed = RECORD.model_copy(update={"reason": "group_doomed"})
+    print_record(screen.console, doomed, "3", with_outcome=True)
+    show(make_step({"task-a.0": make_rollout()}))
+    text = " ".join(screen.text.split())
+    for word in ("segment", "weights", "group_doomed", "reconciles"):
+        assert f"{word}: {WORDS[word]}" in text

@@ -37,6 +37,7 @@ from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.page.training_page import training_context
 from rollout_backend.results.run_data import StepData, read_run, run_state
 from rollout_backend.results.run_info import RUNS_S
+from rollout_backend.results.words import WORDS
 from rollout_backend.serving.server_process import require_port
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ def _environment() -> Environment:
     for name in ("number", "signed", "percent", "seconds", "dollars"):
         engine.filters[name] = getattr(formats, name)
     engine.filters["code"] = _code
+    engine.globals["words"] = WORDS
     return engine
 
 

@@ -18,6 +18,7 @@ from rollout_backend.core.formats import count, dollars, percent, seconds
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import Finding, Level
 from rollout_backend.results.progress import LastResult, Progress
+from rollout_backend.results.words import WORDS
 from rollout_backend.serving.engine_fleet import ServerState
 from rollout_backend.serving.model_serving import RunPhase
 
@@ -236,7 +237,7 @@ def _measures(snapshot: Snapshot, progress: Progress) -> Iterator[Text]:
     if progress.mean_reward is not None:
         text = f" reward   {progress.mean_reward:.3f} {sparkline(snapshot.history.rewards())}"
         if progress.groups:
-            text += f"   {progress.groups_with_spread:,} of {progress.groups:,} whole groups have a spread"
+            text += f"   rewards differ in {progress.groups_with_spread:,} of {progress.groups:,} whole groups"
         yield Text(text)
     elif not progress.settled:
         yield Text(f" {snapshot.waits_for}")
@@ -327,6 +328,8 @@ def _details(progress: Progress) -> Iterator[Text]:
             f" gateway  {count(gateway.sessions_open, 'session')} open, {count(gateway.calls, 'call')} answered, "
             f"{gateway.cache_breaks:,} cache breaks"
         )
+        if gateway.cache_breaks:
+            yield Text(f"          cache breaks: {WORDS['cache breaks']}", "dim")
         renderers = f" ({one_line(', '.join(sorted(gateway.malformed)))})" if gateway.malformed else ""
         malformed = f"{gateway.malformed_tool_calls:,} malformed tool calls{renderers}"
         yield Text(f"          {malformed}; errors: {one_line(errors)}")
@@ -401,7 +404,7 @@ def plain_line(snapshot: Snapshot) -> str:
         if progress.mean_reward is not None:
             parts.append(f"reward {progress.mean_reward:.3f}")
         if progress.groups:
-            parts.append(f"{progress.groups_with_spread:,} of {progress.groups:,} whole groups have a spread")
+            parts.append(f"rewards differ in {progress.groups_with_spread:,} of {progress.groups:,} whole groups")
         if progress.gateway is not None:
             parts.append(f"{snapshot.history.tokens_per_s:,.0f} tokens/s")
         if snapshot.left_s is not None:

@@ -41,7 +41,8 @@ from rollout_backend.results.summary import (
     summarize,
 )
 from rollout_backend.results.terminal.live_view import one_line, sentence
-from rollout_backend.results.terminal.view import plain_table, print_text, print_wrapped, when
+from rollout_backend.results.terminal.view import plain_table, print_text, print_words, print_wrapped, when
+from rollout_backend.results.words import WORDS
 from rollout_backend.serving.model_serving import RunPhase
 
 # Number of steps in the table of a run.
@@ -168,6 +169,7 @@ class RunView:
             print_wrapped(console, Text(f"  {MARKS[finding.level]} ", style), text, style)
         if summary.failures:
             console.print(_failures(summary.failures))
+            print_words(console, *dict.fromkeys(each.reason for each in summary.failures if each.reason in WORDS))
         console.print(_lowest(rewards_by_task(step.read_records())))
 
     def _print_next(self, console: Console) -> None:
@@ -309,12 +311,12 @@ def print_summary(console: Console, summary: RunSummary) -> None:
 def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
     report, step = summary.result.report, summary.step
     outcomes = " + ".join(f"{number:,} {outcome}" for outcome, number in report.outcomes.items() if number)
-    reconciles = "it reconciles" if report.reconciles else "it does NOT reconcile"
+    reconciles = "it reconciles (each rollout ended once)" if report.reconciles else "it does NOT reconcile"
     open_sessions = count(report.sessions_open + len(report.unclosed_sessions), "session")
     yield "ledger", f"{report.planned:,} = {outcomes or 0}; {reconciles}; {open_sessions} open"
     if step.reward is not None:
         larger = [group for group in report.groups if len(group.rewards) > 1]
-        spread = f", {sum(group.has_spread for group in larger):,} of {len(larger):,} groups have a spread"
+        spread = f", which differs in {sum(group.has_spread for group in larger):,} of {len(larger):,} groups"
         yield "reward", f"{step.reward.value:.3f}" + (spread if larger else "")
     yield "time", ", ".join(f"{phase} {seconds(took)}" for phase, took in summary.seconds.items())
     sampled = f"{step.sampled_tokens:,} sampled ({step.sampled_tokens / max(report.seconds, 1e-9):,.0f}/s)"

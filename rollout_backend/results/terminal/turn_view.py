@@ -17,7 +17,7 @@ from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.findings import show_command
 from rollout_backend.results.records import replies_by_turn
 from rollout_backend.results.summary import mean
-from rollout_backend.results.terminal.view import print_messages, print_text
+from rollout_backend.results.terminal.view import print_messages, print_text, print_words
 
 # Number of unlikely tokens to list.
 _UNLIKELY = 5
@@ -125,6 +125,7 @@ class TurnView:
             print_messages(console, [*self.prompt[earlier:], self.reply])
         for name, fact in self._facts(text):
             print_text(console, Text.assemble((f"{name:9}", "dim"), fact))
+        print_words(console, "segment", "weights")
 
     def _facts(self, text: TokenText | None) -> Iterator[tuple[str, str]]:
         turn = self.turn

@@ -26,6 +26,7 @@ from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.step_report import GroupReport, StepReport, StepResult
 from rollout_backend.results.summary import duration, mean
 from rollout_backend.results.terminal.live_view import one_line
+from rollout_backend.results.words import WORDS
 
 if TYPE_CHECKING:
     from rollout_backend.results.comparison import Comparison, Difference, Entry, TaskReward
@@ -75,6 +76,7 @@ def print_step(console: Console, result: StepResult, run_dir: Path) -> None:
         console.print(f"[red]{report.unarchived} results could not be written there[/]; they are in S3")
     verdict = "[green]the ledger reconciles[/]" if report.reconciles else "[red]the ledger does NOT reconcile[/]"
     console.print(f"{verdict}; {report.sessions_open} sessions open")
+    print_words(console, "reconciles")
     for session_id, why in report.unclosed_sessions.items():
         console.print(f"[red]session {session_id} could not be closed: {plain(why)}[/]")
 
@@ -199,6 +201,8 @@ def print_rollout(console: Console, rollout: Rollout, step: str) -> None:
     for number, segment in enumerate(rollout.segments):
         _print_segment(console, number, segment, turns)
         turns += len(segment.turns)
+    if rollout.segments:
+        print_words(console, "segment", "weights")
 
 
 def print_record(console: Console, record: RolloutRecord, step: str, *, with_outcome: bool) -> None:
@@ -248,8 +252,16 @@ def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> N
         _print_panel(console, body, str(message.get("role")))
 
 
+def print_words(console: Console, *words: str) -> None:
+    """Explain words that were printed."""
+    for word in words:
+        print_text(console, f"{word}: {WORDS[word]}", "dim")
+
+
 def _print_failure(console: Console, message: str, reason: str) -> None:
     _print_panel(console, message, reason, "red")
+    if reason in WORDS:
+        print_words(console, reason)
     print_text(console, f"see {documented_at(readable(reason))}")
 
 

@@ -27,7 +27,9 @@
   const kept = JSON.parse(sessionStorage.getItem("rollout-place") || "null");
   if (kept) {
     sessionStorage.removeItem("rollout-place");
-    places()[kept[1]]?.focus({ preventScroll: true }); scrollTo(0, kept[0]);
+    places()[kept[1]]?.focus({ preventScroll: true });
+    // The page scrolls smoothly by default, which would start at its top with each renewal.
+    scrollTo({ top: kept[0], behavior: "instant" });
   }
   line.textContent = FOLLOWS;
   count(); setInterval(count, 1000); setInterval(ask, 2000);
