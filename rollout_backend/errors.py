@@ -27,6 +27,7 @@
     ├── WriteConflict          an object has changed since it was read
     ├── StoreError             S3 failed; a retry may succeed
     │   └── ResultMissing          nothing is stored under the key
+    ├── TrainingServiceError   the training service failed or did not answer; a retry may succeed
     ├── CredentialsExpired     the run stops; restart it with new credentials to resume
     ├── CircuitOpen            too many consecutive failures for one reason: the run stops with a diagnosis
     ├── ManifestError          the manifest of an earlier execution of a step cannot be read
@@ -179,6 +180,10 @@ class StoreError(RolloutBackendError):
 
 class ResultMissing(StoreError):
     """Nothing is stored under the key: the announcement that names it is early or false."""
+
+
+class TrainingServiceError(RolloutBackendError):
+    """The training service failed or did not answer in time."""
 
 
 class CredentialsExpired(RolloutBackendError):

@@ -25,7 +25,7 @@ LAYERS = (
     {"checks"},
     {"run_services"},
     {"manager"},
-    {"verl"},
+    {"training", "verl"},
     {"local"},
     {"deploy", "testing"},
     {"cli"},

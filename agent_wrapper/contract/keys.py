@@ -5,6 +5,7 @@
     PREFIXruns/RUN/artifacts/STEP/ROLLOUT~ATTEMPT   the files that an attempt published with its result
     PREFIXruns/RUN/manifests/STEP.json              a step's manifest
     PREFIXruns/RUN/manifests/lineage.json           the trainers of the run, and where each one began
+    PREFIXruns/RUN/manifests/training.json          the last step of a training on a service, and its checkpoint
     PREFIXruns/RUN/scores/STEP/ROLLOUT~DIGEST       a score that the training side computed
     PREFIXruns/RUN/quarantine/DIGEST.json           a refused object
     PREFIXruns/RUN/task-blocklist/DIGEST.json       the consecutive losses of a task
@@ -75,6 +76,11 @@ def manifest_key(prefix: str, run_id: str, step: int) -> str:
 def lineage_key(prefix: str, run_id: str) -> str:
     """Return the key of the record of the run's trainers."""
     return f"{_run_prefix(prefix, run_id)}manifests/lineage.json"
+
+
+def training_key(prefix: str, run_id: str) -> str:
+    """Return the key of the record of a training on a service."""
+    return f"{_run_prefix(prefix, run_id)}manifests/training.json"
 
 
 def score_key(prefix: str, run_id: str, step: int, rollout_id: str, digest: str) -> str:

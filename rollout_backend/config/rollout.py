@@ -35,6 +35,7 @@ from rollout_backend.config.step import (
     TimeoutConfig,
     TrainingConfig,
 )
+from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError
 
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"
@@ -77,6 +78,7 @@ class RolloutConfig(Section):
     collect: CollectConfig = CollectConfig()
     scoring: ScoringConfig = ScoringConfig()
     training: TrainingConfig = TrainingConfig()
+    training_service: TrainingServiceConfig | None = None
     janitor: JanitorConfig = JanitorConfig()
     observe: ObserveConfig = ObserveConfig()
     prices: PriceConfig = PriceConfig()

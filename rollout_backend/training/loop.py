@@ -1,0 +1,275 @@
+"""Train on a service: collect a step's rollouts, train on them, sample the next step from the new weights.
+
+Step n trains weights n from rollouts that weights n - 1 sampled. After each step, a record in S3 names the step and
+its checkpoint. A loop that was killed begins at the record's step with the record's checkpoint.
+
+Invariants:
+
+- No weights are trained twice on a step: what a killed loop trained after its last record is never sampled from and
+  never trained further.
+- Rollouts that finished before a kill are reused for the same weights only: a step's weights are named by the path of
+  their sampler.
+- The record is written only over the version that was read, so a loop that has lost its run writes nothing.
+- A fault of the service costs time: the step's training is repeated from the record's checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, Protocol, TypeVar
+
+from pydantic import Field
+from pydantic_core import from_json
+from tenacity import wait_random_exponential
+
+from agent_wrapper.contract import ContractObject, Identifier
+from agent_wrapper.contract.keys import training_key
+from rollout_backend.collect.store import ObjectStore
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.earlier_batches import batch_number
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import (
+    ConfigError,
+    ManifestError,
+    ResultMissing,
+    RunHeld,
+    StoreError,
+    TrainingServiceError,
+    WriteConflict,
+)
+from rollout_backend.results.step_report import StepResult
+from rollout_backend.retry import log_retry, retry_until
+from rollout_backend.training.service import Checkpoint, TrainingData, TrainingService, training_data
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_PAUSES = wait_random_exponential(multiplier=1, max=30)
+
+
+class TrainingRecord(ContractObject):
+    """How far a run has trained, and from which weights it resumes."""
+
+    schema_version: Literal[1] = 1
+    run_id: Identifier
+    base_model: str
+    rank: int
+    trained: int = Field(ge=0)
+    """The last step that was trained."""
+    state: str
+    """Path of its weights and optimizer on the service."""
+    sampler: str
+    """Path of its weights for sampling."""
+    evaluated: int = Field(default=-1, ge=-1)
+    """The last step whose weights were evaluated; -1 if none were."""
+
+
+class Rollouts(Protocol):
+    """Samples from the service's weights: the manager of a run with `serving.kind: tinker`."""
+
+    async def serve_sampler(self, path: str, version: int) -> None:
+        """Sample further model calls from these weights, and name them by this version."""
+        ...
+
+    async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
+        """See `RolloutManager.collect`."""
+        ...
+
+
+class TrainingLoop:
+    """Trains `training_service.steps` steps, in one life or several."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        rollouts: Rollouts,
+        service: TrainingService,
+        store: ObjectStore,
+        tasks: Sequence[Task],
+        held_out: Sequence[Task] = (),
+        *,
+        on_trained: Callable[[int, StepResult, TrainingData, dict[str, float]], None] = lambda *step: None,
+        on_evaluated: Callable[[int, StepResult], None] = lambda *step: None,
+    ) -> None:
+        """`on_trained` is called with the number, the result, the data and the service's metrics of each trained
+        step, and `on_evaluated` with the number and the result of each evaluation.
+
+        Raises ConfigError if the settings do not fit the tasks.
+        """
+        if config.training_service is None:
+            raise ConfigError("training_service is not set: set its base_model, steps and tasks_per_step")
+        self._settings = config.training_service
+        if self._settings.tasks_per_step > len(tasks):
+            raise ConfigError(
+                f"training_service.tasks_per_step is {self._settings.tasks_per_step}, and there are {len(tasks)} "
+                "tasks: lower it, or add tasks"
+            )
+        if config.group.size < 2:
+            raise ConfigError("group.size is 1, and advantages compare the rollouts of a task: set 2 or more")
+        if (self._settings.evaluate_every is None) != (not held_out):
+            raise ConfigError("training_service.evaluate_every and --held-out need each other: set both or none")
+        self._config = config
+        self._rollouts = rollouts
+        self._service = service
+        self._store = store
+        self._tasks = tasks
+        self._held_out = held_out
+        self._on_trained = on_trained
+        self._on_evaluated = on_evaluated
+        self._key = training_key(config.storage.prefix, config.run_id)
+        self._etag: str | None = None
+        # The checkpoint whose weights the service's model has; empty if they are unknown.
+        self._loaded = ""
+
+    async def run(self) -> TrainingRecord:
+        """Train the steps that are left. Return the last record.
+
+        Raises:
+            ConfigError: the service refuses a call permanently, or the record has another base model or rank.
+            TrainingServiceError: the service failed for `training_service.retry_s`.
+            ManifestError: the record cannot be read.
+            RunHeld: another trainer has written the record.
+            RolloutBackendError: as `RolloutManager.collect`.
+        """
+        record = await self._read()
+        if record is None:
+            saved = await self._repeat("creating the model", self._create)
+            record = await self._write(self._record(trained=0, saved=saved))
+        elif record.trained < self._settings.steps:
+            log.info("resuming after step %d", record.trained)
+        await self._rollouts.serve_sampler(record.sampler, record.trained)
+        record = await self._evaluate(record)
+        while record.trained < self._settings.steps:
+            record = await self._step(record)
+            record = await self._evaluate(record)
+        return record
+
+    async def _step(self, record: TrainingRecord) -> TrainingRecord:
+        number = record.trained + 1
+        result = await self._rollouts.collect(
+            self._tasks_of(number), step=batch_number(number, validate=False, position=0), weights=record.sampler
+        )
+        data = training_data(result, self._config, self._settings)
+        metrics: dict[str, float] = {}
+        saved = Checkpoint(record.state, record.sampler)
+        if data.groups:
+
+            async def train() -> Checkpoint:
+                if self._loaded != record.state:
+                    await self._service.begin(record.state)
+                # Until the step is saved, nobody knows what the service has trained.
+                self._loaded = ""
+                metrics.update(await self._service.train(data.batches(self._settings.optimizer_steps)))
+                return await self._save(number)
+
+            saved = await self._repeat(f"training step {number}", train)
+        else:
+            log.warning("step %d trains nothing: no group has rollouts with different rewards", number)
+        found = await self._write(record.model_copy(update={"trained": number, **vars(saved)}))
+        self._on_trained(number, result, data, metrics)
+        if data.groups:
+            await self._rollouts.serve_sampler(found.sampler, number)
+        return found
+
+    async def _evaluate(self, record: TrainingRecord) -> TrainingRecord:
+        """Collect the held-out tasks with the record's weights, if they are due and were not."""
+        every, number = self._settings.evaluate_every, record.trained
+        due = every is not None and (number % every == 0 or number >= self._settings.steps)
+        if not due or record.evaluated >= number:
+            return record
+        step = batch_number(number, validate=True, position=0)
+        result = await self._rollouts.collect(self._held_out, step=step, weights=record.sampler)
+        self._on_evaluated(number, result)
+        return await self._write(record.model_copy(update={"evaluated": number}))
+
+    def _tasks_of(self, number: int) -> list[Task]:
+        """Return the tasks of a step, which follow from its number alone: an epoch has each task once."""
+        first = (number - 1) * self._settings.tasks_per_step
+        found: list[Task] = []
+        for place in range(first, first + self._settings.tasks_per_step):
+            epoch, index = divmod(place, len(self._tasks))
+            order = random.Random(f"{self._settings.seed}/{epoch}").sample(range(len(self._tasks)), len(self._tasks))  # noqa: S311
+            task = self._tasks[order[index]]
+            # A step that spans two epochs must not have a task twice.
+            if task not in found:
+                found.append(task)
+        return found
+
+    async def _create(self) -> Checkpoint:
+        self._loaded = ""
+        await self._service.begin(None)
+        return await self._save(0)
+
+    async def _save(self, number: int) -> Checkpoint:
+        keep = number % self._settings.keep_every == 0 or number >= self._settings.steps
+        saved = await self._service.save(f"{self._config.run_id}-{number:06d}", keep=keep)
+        self._loaded = saved.state
+        return saved
+
+    async def _repeat(self, what: str, call: Callable[[], Awaitable[Checkpoint]]) -> Checkpoint:
+        until = asyncio.get_running_loop().time() + self._settings.retry_s
+        warn = log_retry(log, what)
+        return await retry_until(until, call, TrainingServiceError, _PAUSES, before_sleep=warn)
+
+    async def _in_time(self, call: Callable[[], Awaitable[_T]], what: str) -> _T:
+        """Call the store until it answers, for `timeouts.collection_s` at most."""
+        until = asyncio.get_running_loop().time() + self._config.timeouts.collection_s
+        return await retry_until(until, call, StoreError, _PAUSES, before_sleep=log_retry(log, what))
+
+    def _record(self, *, trained: int, saved: Checkpoint) -> TrainingRecord:
+        return TrainingRecord(
+            run_id=self._config.run_id,
+            base_model=self._settings.base_model,
+            rank=self._settings.rank,
+            trained=trained,
+            state=saved.state,
+            sampler=saved.sampler,
+        )
+
+    async def _read(self) -> TrainingRecord | None:
+        """Return the record of the run; None if it has not begun."""
+
+        async def fetch() -> tuple[bytes, str] | None:
+            try:
+                stored = await self._store.fetch(self._key)
+            except ResultMissing:
+                return None
+            return stored.body, stored.etag
+
+        found = await self._in_time(fetch, "reading the record of the training")
+        if found is None:
+            return None
+        body, self._etag = found
+        try:
+            record = TrainingRecord.parse(from_json(body))
+        except ValueError as error:
+            raise ManifestError(
+                f"s3://{self._store.config.bucket}/{self._key} is no record of a training of this version ({error}): "
+                "finish the run with the version that began it, or set another run_id"
+            ) from None
+        wanted = self._settings
+        if (record.base_model, record.rank) != (wanted.base_model, wanted.rank):
+            raise ConfigError(
+                f"run {self._config.run_id!r} trains {record.base_model!r} with rank {record.rank}, and the settings "
+                f"have {wanted.base_model!r} with rank {wanted.rank}: set these again, or another run_id"
+            )
+        return record
+
+    async def _write(self, record: TrainingRecord) -> TrainingRecord:
+        body = record.model_dump_json(indent=1).encode()
+
+        async def put() -> str:
+            return await self._store.put_if_match(self._key, body, self._etag)
+
+        try:
+            self._etag = await self._in_time(put, "writing the record of the training")
+        except WriteConflict:
+            raise RunHeld(
+                f"run {self._config.run_id!r} was trained by another process at the same time: this one stops. Run "
+                "only one of them, or set another run_id for one"
+            ) from None
+        return record

@@ -1,0 +1,157 @@
+"""Train a LoRA model with the SDK `tinker`, on a service that has Tinker's API.
+
+Invariant: each call ends after `training_service.call_s`, however long the SDK repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+from rollout_backend.config.training_service import TrainingServiceConfig
+from rollout_backend.errors import ConfigError, TrainingServiceError
+from rollout_backend.training.service import Checkpoint, Datum
+
+KEY_VARIABLE = "TINKER_API_KEY"
+_EXPIRES_S = 30 * 86_400
+
+
+class TinkerService:
+    """A model in training. Enter it before use.
+
+    async with TinkerService(config.training_service) as service:
+        await service.begin(None)
+        metrics = await service.train(training_data(result, config, config.training_service).batches(1))
+        checkpoint = await service.save("step-1", keep=True)
+    """
+
+    def __init__(self, settings: TrainingServiceConfig) -> None:
+        self._settings = settings
+        self._client: Any = None
+        self._model: Any = None
+
+    async def __aenter__(self) -> Self:
+        """Open a session, and check the key and the base model.
+
+        Raises:
+            ConfigError: the SDK or the key is missing, or the service refuses the key or does not have the model.
+            TrainingServiceError: the service does not answer.
+        """
+        try:
+            # The SDK reads the variable when it is imported.
+            os.environ.setdefault("TINKER_TELEMETRY", "0")
+            import tinker
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "rollout train needs the SDK of training services: pip install 'rollout-backend[tinker]'"
+            ) from None
+        if not os.environ.get(KEY_VARIABLE):
+            raise ConfigError(f"{KEY_VARIABLE} is not set: set it to your key of the training service")
+        settings = self._settings
+        url = {} if settings.base_url is None else {"base_url": settings.base_url}
+
+        # Making a client, and its first use, block until the service answers.
+        async with self._explained("asking for the models"):
+            client = await asyncio.to_thread(lambda: tinker.RestClient(**url))
+            capabilities = await client.get_server_capabilities()
+        names = [model.model_name for model in capabilities.supported_models if model.trainable is not False]
+        if settings.base_model not in names:
+            raise ConfigError(
+                f"training_service.base_model: the service does not train {settings.base_model!r}. It trains: "
+                f"{', '.join(sorted(filter(None, names)))}"
+            )
+        async with self._explained("opening a session"):
+            self._client = await asyncio.to_thread(lambda: tinker.ServiceClient(**url))
+            await asyncio.to_thread(lambda: self._client.holder)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(TrainingServiceError, ConfigError):
+            async with self._explained("closing the session", 30.0):
+                await self._client.close("success")
+
+    async def begin(self, state: str | None) -> None:
+        self._model = None
+        settings = self._settings
+        async with self._explained(f"creating a model of {settings.base_model!r} with rank {settings.rank}"):
+            if state is None:
+                created = self._client.create_lora_training_client(settings.base_model, rank=settings.rank)
+            else:
+                created = self._client.create_training_client_from_state_with_optimizer(state)
+            self._model = await created
+
+    async def train(self, batches: Sequence[Sequence[Datum]]) -> dict[str, float]:
+        import tinker
+
+        settings, metrics = self._settings, dict[str, float]()
+        adam = tinker.AdamParams(
+            learning_rate=settings.learning_rate,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            grad_clip_norm=settings.grad_clip_norm,
+        )
+        async with self._explained("training"):
+            # The service runs calls in the order in which they were sent, so none waits for the answer to another.
+            sent = []
+            for batch in batches:
+                data = [_tinker_datum(datum) for datum in batch]
+                sent += [
+                    self._model.forward_backward(data, settings.loss, settings.loss_options or None),
+                    self._model.optim_step(adam),
+                ]
+            for call in sent:
+                metrics |= (await call).metrics or {}
+        return metrics
+
+    async def save(self, name: str, *, keep: bool) -> Checkpoint:
+        expires = None if keep else _EXPIRES_S
+        async with self._explained(f"saving {name}"):
+            state = self._model.save_state(name, ttl_seconds=expires)
+            sampler = self._model.save_weights_for_sampler(name, ttl_seconds=expires)
+            return Checkpoint((await state).path, (await sampler).path)
+
+    @contextlib.asynccontextmanager
+    async def _explained(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Raise the SDK's errors as ours."""
+        import tinker
+
+        where = self._settings.base_url or "the training service"
+        try:
+            async with asyncio.timeout(timeout_s or self._settings.call_s):
+                yield
+        except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
+            raise ConfigError(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error
+        except (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError) as error:
+            raise ConfigError(f"{what}: {where} refuses it: {_text(error)}") from error
+        except tinker.RequestFailedError as error:
+            if str(getattr(error.category, "value", error.category)) == "user":
+                raise ConfigError(f"{what}: {where} refuses it: {_text(error)}") from error
+            raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
+        except TimeoutError as error:
+            raise TrainingServiceError(f"{what}: no answer from {where} in time") from error
+        # The SDK reports the loss of a request with a ValueError.
+        except (tinker.TinkerError, ValueError) as error:
+            raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
+
+
+def _text(error: Exception) -> str:
+    """Return an error in one line: a service may answer with a page."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _tinker_datum(datum: Datum) -> Any:
+    from tinker import types
+
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(datum.tokens.tolist()),
+        loss_fn_inputs={
+            "target_tokens": datum.target_tokens,
+            "logprobs": datum.logprobs,
+            "advantages": datum.advantages,
+        },
+    )

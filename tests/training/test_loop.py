@@ -1,0 +1,349 @@
+"""The loop on a training service: the SDK, unchanged, trains the emulator's model on rollouts sampled from it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_wrapper.contract import Outcome, Segment
+from agent_wrapper.contract.keys import training_key
+from memory_store import MemoryStore
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.earlier_batches import describe_batch
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ConfigError, ManifestError, RunHeld, TrainingServiceError
+from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.training.loop import TrainingLoop, TrainingRecord
+from rollout_backend.training.tinker import TinkerService
+from rollouts import make_rollout, make_turn
+from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_training import EmulatedTrainer
+
+PROMPT, LENGTH, GROUP = [100, 101], 3, 8
+TASKS = [Task(task_id=f"task-{number}", payload={}) for number in range(4)]
+
+
+@pytest.fixture
+async def emulator(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinkerEmulator]:
+    async with TinkerEmulator({"tiny": TabularPolicy(range(6))}, poll_s=0.1) as service:
+        monkeypatch.setenv("TINKER_API_KEY", service.key)
+        yield service
+
+
+@pytest.fixture
+def trainer(emulator: TinkerEmulator) -> EmulatedTrainer:
+    return EmulatedTrainer(emulator)
+
+
+def settings(url: str, **changes: Any) -> RolloutConfig:
+    section = {"base_url": url, "base_model": "tiny", "rank": 8, "steps": 3, "tasks_per_step": 2}
+    return RolloutConfig.parse(
+        {
+            "run_id": "run",
+            "model": {"path": "/models/tiny"},
+            "storage": {"bucket": "bucket"},
+            "runtime": {"kind": "process", "command": ["agent"]},
+            "group": {"size": GROUP},
+            "training_service": {**section, "learning_rate": 0.3, **changes},
+        }
+    )
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class World:
+    """What outlives a process: the bucket, the results in it, and the service. `left` calls with an effect are made
+    before the process is killed."""
+
+    def __init__(self, emulator: TinkerEmulator, left: float = float("inf")) -> None:
+        self.emulator = emulator
+        self.store = MemoryStore("")
+        self.results: dict[tuple[int, str, str], Any] = {}
+        self.sampled = 0
+        self.left = left
+
+    def effect(self) -> None:
+        if self.left <= 0:
+            raise Killed
+        self.left -= 1
+
+    def record(self) -> TrainingRecord:
+        return TrainingRecord.model_validate_json(self.store.objects[training_key("", "run")])
+
+
+class Store(MemoryStore):
+    """A process's client of the bucket."""
+
+    def __init__(self, world: World) -> None:
+        self.config, self.objects, self.failures, self._world = world.store.config, world.store.objects, 0, world
+
+    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
+        self._world.effect()
+        found = await super().put_if_match(key, body, etag)
+        self._world.effect()
+        return found
+
+
+class Service(TinkerService):
+    """A process's client of the service. The process can be killed before and after each call that has an effect."""
+
+    def __init__(self, world: World, config: RolloutConfig) -> None:
+        assert config.training_service is not None
+        super().__init__(config.training_service)
+        self._world = world
+
+    async def begin(self, state: str | None) -> None:
+        await super().begin(state)
+        self._world.effect()
+
+    async def train(self, batches: Sequence[Sequence[Any]]) -> dict[str, float]:
+        found = await super().train(batches)
+        self._world.effect()
+        return found
+
+    async def save(self, name: str, *, keep: bool) -> Any:
+        found = await super().save(name, keep=keep)
+        self._world.effect()
+        return found
+
+
+class Sampled:
+    """Rollouts that the emulator's weights sample: each is rewarded for the tokens 1 among its three."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._served = ""
+        self.collected: list[tuple[str, tuple[str, ...], str]] = []
+
+    async def serve_sampler(self, path: str, version: int) -> None:
+        assert path in self._world.emulator.saved
+        self._served = path
+
+    async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
+        assert weights == self._served
+        name = describe_batch(step)[0]
+        self.collected.append((name, tuple(task.task_id for task in tasks), weights))
+        groups = [
+            GroupResult(
+                task=task,
+                rollouts=tuple(self._rollout(step, task, i) for i in range(GROUP)),
+                usable=True,
+                planned=GROUP,
+            )
+            for task in tasks
+        ]
+        rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
+        return StepResult(step, rollouts, tuple(groups), (), SimpleNamespace())  # type: ignore[arg-type]
+
+    def _rollout(self, step: int, task: Task, index: int) -> Any:
+        """Return a rollout, from S3 if these weights have sampled it."""
+        key = (step, f"{task.task_id}.{index}", self._served)
+        if key not in self._world.results:
+            self._world.effect()
+            self._world.sampled += 1
+            policy = self._world.emulator.saved[self._served][1]
+            rng = np.random.default_rng([step, *map(ord, key[1])])
+            tokens, logprobs, _ = policy.sample(PROMPT, {"max_tokens": LENGTH}, rng)
+            turn = make_turn(2, 2 + LENGTH)
+            segment = Segment(
+                token_ids=PROMPT + tokens,
+                response_mask=[0, 0] + [1] * LENGTH,
+                logprobs=[None, None, *logprobs],
+                turns=[turn],
+            )
+            reward = tokens.count(1) / LENGTH
+            self._world.results[key] = make_rollout(key[1], Outcome.COMPLETED, reward=reward, segments=[segment])
+        return self._world.results[key]
+
+
+async def train(world: World, config: RolloutConfig, rollouts: Sampled | None = None, **more: Any) -> TrainingRecord:
+    async with Service(world, config) as service:
+        loop = TrainingLoop(config, rollouts or Sampled(world), service, Store(world), TASKS, **more)
+        return await loop.run()
+
+
+async def test_the_reward_rises_and_data_are_the_sampled_tokens(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer
+) -> None:
+    world, config = World(emulator), settings(emulator.url, steps=12)
+    rewards, metrics, versions = [], [], []
+
+    def on_trained(number: int, result: StepResult, data: Any, found: dict[str, float]) -> None:
+        versions.append(number)
+        rewards.append(np.mean([rollout.reward for rollout in result.rollouts]))
+        metrics.append(found)
+
+    record = await train(world, config, on_trained=on_trained)
+    assert versions == [*range(1, 13)]
+    assert record.trained == 12
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
+    assert all(found["grad_norm"] > 0 for found in metrics)
+    sampled = [rollout.segments[0] for rollout in world.results.values()]
+    expected = {((*segment.token_ids,), (0.0, *segment.logprobs[2:])) for segment in sampled}
+    for datum in trainer.data:
+        targets, logprobs = (tuple(datum.inputs[name].tolist()) for name in ("target_tokens", "logprobs"))
+        assert targets[:-1] == datum.tokens[1:]
+        assert ((datum.tokens[0], *targets), logprobs) in expected
+        assert datum.inputs["advantages"][0] == 0
+        assert len(set(datum.inputs["advantages"][1:].tolist())) == 1
+
+
+async def test_a_training_killed_between_any_two_effects_resumes(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer
+) -> None:
+    """Each process is killed after one more effect than the one before it, so a kill follows each effect."""
+    config = settings(emulator.url)
+    whole = World(emulator)
+    expected = await train(whole, config)
+    world = World(emulator)
+    for effects in itertools.count(1):
+        world.left = effects
+        try:
+            record = await train(world, config)
+            break
+        except Killed:
+            pass
+    assert effects > 5
+    assert record.trained == expected.trained == 3
+    # Each step is in the weights once, with the results that its weights sampled, and no rollout ran twice.
+    assert trainer.history(record.state) == trainer.history(expected.state)
+    assert len(trainer.history(record.state)) == 3
+    final = [emulator.saved[each.sampler][1].logits for each in (record, expected)]
+    np.testing.assert_array_equal(*final)
+    assert world.sampled == whole.sampled
+
+
+@pytest.mark.slow
+async def test_each_single_kill_leaves_the_same_weights(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
+    config = settings(emulator.url, steps=1)
+    expected = await train(World(emulator), config)
+    for effects in itertools.count():
+        world = World(emulator, left=effects)
+        try:
+            await train(world, config)
+            break
+        except Killed:
+            world.left = float("inf")
+        record = await train(world, config)
+        assert trainer.history(record.state) == trainer.history(expected.state)
+        np.testing.assert_array_equal(*(emulator.saved[each.sampler][1].logits for each in (record, expected)))
+        assert world.sampled == GROUP * 2
+    assert effects > GROUP * 2 + 4
+
+
+async def test_evaluations_have_their_steps_and_are_not_repeated(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer
+) -> None:
+    world, config = World(emulator), settings(emulator.url, evaluate_every=2)
+    rollouts = Sampled(world)
+    held_out = [Task(task_id="held-out", payload={})]
+    evaluated: list[int] = []
+    on_evaluated: Callable[[int, StepResult], None] = lambda number, result: evaluated.append(number)  # noqa: E731
+    record = await train(world, config, rollouts, held_out=held_out, on_evaluated=on_evaluated)
+    assert [name for name, _, _ in rollouts.collected] == [
+        "0 validation",
+        "1",
+        "2",
+        "2 validation",
+        "3",
+        "3 validation",
+    ]
+    assert evaluated == [0, 2, 3]
+    assert record.evaluated == 3
+    # An epoch has each task once.
+    assert sorted(rollouts.collected[1][1] + rollouts.collected[2][1]) == [task.task_id for task in TASKS]
+    weights = [weights for _, _, weights in rollouts.collected]
+    assert weights[0] == weights[1]
+    assert weights[2] != weights[3] == weights[4] != weights[5]
+    again = Sampled(world)
+    assert await train(world, config, again, held_out=held_out) == record
+    assert not again.collected
+
+
+async def test_a_step_without_spread_trains_nothing(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
+    logits = np.full((7, 6), -50.0)
+    logits[:, 1] = 50.0
+    emulator.policies["tiny"] = TabularPolicy(range(6), logits)
+    world = World(emulator)
+    record = await train(world, settings(emulator.url))
+    assert record.trained == 3
+    assert trainer.data == []
+
+
+async def test_faults_of_the_service_repeat_a_step_from_its_checkpoint(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer
+) -> None:
+    config = settings(emulator.url, steps=1)
+    expected = await train(World(emulator), config)
+
+    class Failing(Service):
+        failures = 2
+
+        async def save(self, name: str, *, keep: bool) -> Any:
+            if name.endswith("1") and self.failures:
+                Failing.failures -= 1
+                raise TrainingServiceError("503")
+            return await super().save(name, keep=keep)
+
+    world = World(emulator)
+    async with Failing(world, config) as service:
+        record = await TrainingLoop(config, Sampled(world), service, Store(world), TASKS).run()
+    assert trainer.history(record.state) == trainer.history(expected.state)
+
+
+async def test_a_second_trainer_stops(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
+    world, config = World(emulator), settings(emulator.url)
+
+    class Overtaken(Sampled):
+        async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
+            found = await super().collect(tasks, step=step, weights=weights)
+            if describe_batch(step)[0] == "2":
+                other = world.record().model_copy(update={"trained": 2})
+                world.store.objects[training_key("", "run")] = other.model_dump_json().encode()
+            return found
+
+    with pytest.raises(RunHeld, match="another process"):
+        await train(world, config, Overtaken(world))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model": "large"}, "does not train 'large'. It trains: tiny"),
+        ({"rank": 64}, "rank 64 is above the maximum of 32"),
+        ({"tasks_per_step": 5}, "tasks_per_step is 5, and there are 4 tasks"),
+        ({"evaluate_every": 1}, "evaluate_every and --held-out"),
+        ({"loss": "cispo"}, "Loss cispo is not supported"),
+    ],
+)
+async def test_settings_that_the_service_refuses_are_named(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer, changes: dict[str, Any], message: str
+) -> None:
+    world = World(emulator)
+    with pytest.raises(ConfigError, match=message):
+        await train(world, settings(emulator.url, **changes))
+    assert changes == {"loss": "cispo"} or not world.sampled
+
+
+async def test_a_wrong_key_is_refused(emulator: TinkerEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, message in (("tml-other", "refuses the key in TINKER_API_KEY"), ("", "TINKER_API_KEY is not set")):
+        monkeypatch.setenv("TINKER_API_KEY", key)
+        with pytest.raises(ConfigError, match=message):
+            await train(World(emulator), settings(emulator.url))
+
+
+async def test_a_record_of_other_settings_is_refused(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
+    world = World(emulator)
+    await train(world, settings(emulator.url, steps=1))
+    with pytest.raises(ConfigError, match="rank 8, and the settings have 'tiny' with rank 4"):
+        await train(world, settings(emulator.url, rank=4))
+    world.store.objects[training_key("", "run")] = b"{}"
+    with pytest.raises(ManifestError, match="no record of a training"):
+        await train(world, settings(emulator.url))
