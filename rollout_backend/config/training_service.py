@@ -12,7 +12,7 @@ EstimatorName = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "
 
 
 class TrainingServiceConfig(Section):
-    """How `rollout train` trains on a service with Tinker's API. See [training-services.md](training-services.md)."""
+    """How `TrainingLoop` trains on a service with Tinker's API. See [training-services.md](training-services.md)."""
 
     base_url: HttpUrl | None = None
     """URL of the service. Default: that of Thinking Machines. The key is `TINKER_API_KEY` in the environment."""
@@ -53,7 +53,7 @@ class TrainingServiceConfig(Section):
     """Every this many steps, and after the last, the service keeps the weights for ever. Those of other steps, from
     which a killed run resumes, expire after 30 days."""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """Collect the tasks of `--held-out` before the first step, every this many steps, and after the last. Default:
+    """Collect the held-out tasks before the first step, every this many steps, and after the last. Default:
     never."""
     call_s: Seconds = 1800.0
     """Timeout of one call to the service."""

@@ -111,7 +111,7 @@ class TrainingLoop:
         if config.group.size < 2:
             raise ConfigError("group.size is 1, and advantages compare the rollouts of a task: set 2 or more")
         if (self._settings.evaluate_every is None) != (not held_out):
-            raise ConfigError("training_service.evaluate_every and --held-out need each other: set both or none")
+            raise ConfigError("training_service.evaluate_every and held-out tasks need each other: give both or none")
         self._config = config
         self._rollouts = rollouts
         self._service = service

@@ -46,7 +46,7 @@ class TinkerService:
             import tinker
         except ModuleNotFoundError:
             raise ConfigError(
-                "rollout train needs the SDK of training services: pip install 'rollout-backend[tinker]'"
+                "the SDK tinker is not installed: install this package with its extra `tinker`"
             ) from None
         if not os.environ.get(KEY_VARIABLE):
             raise ConfigError(f"{KEY_VARIABLE} is not set: set it to your key of the training service")

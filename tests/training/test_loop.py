@@ -319,7 +319,7 @@ async def test_a_second_trainer_stops(emulator: TinkerEmulator, trainer: Emulate
         ({"base_model": "large"}, "does not train 'large'. It trains: tiny"),
         ({"rank": 64}, "rank 64 is above the maximum of 32"),
         ({"tasks_per_step": 5}, "tasks_per_step is 5, and there are 4 tasks"),
-        ({"evaluate_every": 1}, "evaluate_every and --held-out"),
+        ({"evaluate_every": 1}, "evaluate_every and held-out tasks"),
         ({"loss": "cispo"}, "Loss cispo is not supported"),
     ],
 )

@@ -26,7 +26,10 @@ WIDTH = 64
 CONFIG: Any = SimpleNamespace(training=SimpleNamespace(mask=()), group=SimpleNamespace(needed=2))
 
 pieces = st.lists(st.tuples(st.sampled_from(["given", "sampled"]), st.integers(1, 4)), min_size=1, max_size=4)
-rollouts = st.tuples(st.sampled_from([0.0, 1.0, 0.25, -2.0]), st.lists(pieces, min_size=1, max_size=3))
+segments = st.lists(pieces, min_size=1, max_size=3).filter(
+    lambda found: any(kind == "sampled" for each in found for kind, _ in each)
+)
+rollouts = st.tuples(st.sampled_from([0.0, 1.0, 0.25, -2.0]), segments)
 groups = st.lists(st.lists(rollouts, min_size=1, max_size=5), min_size=1, max_size=3)
 
 
@@ -57,9 +60,9 @@ def test_inputs_equal_verls(estimator: str, made: list[list[tuple[float, list[An
     found = [
         [
             make_rollout(
-                f"t{g}.{i}", Outcome.COMPLETED, reward=reward, segments=[segment_of(each) for each in segments]
+                f"t{g}.{i}", Outcome.COMPLETED, reward=reward, segments=[segment_of(each) for each in pieces]
             )
-            for i, (reward, segments) in enumerate(group)
+            for i, (reward, pieces) in enumerate(group)
         ]
         for g, group in enumerate(made)
     ]
