@@ -51,6 +51,26 @@ def test_the_script_answers_the_demos_tasks_so_that_most_groups_have_spread(repo
     assert reply("Who are you?") == "This reply is scripted."
 
 
+def test_a_reply_that_is_named_is_the_same_each_time():
+    """`rollout dev` names reply 0 unless --reply names another one, so a reward changes only with the agent."""
+    question = "What is 2 + 3?"
+    drawn = ScriptedSums()
+    said = [drawn(question) for _ in range(6)]
+    assert [{ScriptedSums(number)(question) for _ in range(3)} for number in range(6)] == [{each} for each in said]
+    assert len({*said}) == 2
+
+
+def test_a_demo_says_which_tasks_its_script_can_answer(rollout, repository, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"payload": {"question": "What is 2 + 3?"}}\n{"payload": {"question": "Who are you?"}}\n')
+    agent = repository / "examples" / "arithmetic" / "agent.py"
+    # The setting ends the demo after the note.
+    outcome = rollout("demo", "--scripted", "--agent", agent, "--tasks", tasks, "-o", "group.none=1")
+    refused(outcome, 'the script can answer 1 of 2 tasks: those that ask "What is A + B?". The others get a fixed')
+    outcome = rollout("demo", "--scripted", "-o", "group.none=1")
+    assert "the script can answer" not in outcome[1]
+
+
 def test_input_that_cannot_be_used_is_refused(rollout, repository, tmp_path):
     agent = repository / "examples" / "arithmetic" / "agent.py"
     cases = (

@@ -116,6 +116,12 @@ def test_before_the_first_result_a_frame_says_what_is_waited_for():
         assert plain_line(snapshot(shown)) == words
 
 
+def test_the_time_left_is_estimated_once_a_tenth_has_ended():
+    """Rollouts start together: after the first of 64, their pace promised six minutes for thirty seconds."""
+    early, later = (progress({Outcome.COMPLETED: done}, planned=64 - done) for done in (6, 7))
+    assert (snapshot(early).left_s, snapshot(later).left_s is None) == (None, False)
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal_or_breaks(width):
     many = dict.fromkeys(Outcome, 123_456)

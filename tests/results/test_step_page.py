@@ -3,6 +3,7 @@
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -16,8 +17,10 @@ from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
 from rollout_backend.local.cloud import ARN
 from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.page.charts import histogram
+from rollout_backend.results.page import report
+from rollout_backend.results.page.charts import histogram, throughput
 from rollout_backend.results.page.report import try_to_write_report, write_report
+from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.records import ResultSummary, RolloutRecord
 from rollout_backend.results.run_data import changed_settings, read_run
 from rollout_backend.results.summary import Learning, rewards_by_task, seconds_of, summarize
@@ -287,6 +290,22 @@ def test_a_page_of_a_step_that_did_not_change_is_kept(training: Path):
     os.utime(records, (page.stat().st_mtime + 10,) * 2)
     write_report(training)
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_runtime_on_this_machine_is_called_emulated(made: Path):
+    run = read_run(made)
+    for url, name in ((None, "agentcore"), ("http://127.0.0.1:4000/secret", "agentcore, emulated")):
+        runtime = AgentCoreConfig(arn=ARN.format(region="us-east-1"), endpoint_url=url)
+        config = run.config.model_copy(update={"runtime": runtime})
+        assert step_context(replace(run, config=config), run.steps[0])["runtime"] == name
+
+
+def test_cache_hits_keep_their_axis_beside_a_rate_of_up_to_100(made: Path):
+    """An equal top of both lines, 100 tokens per second and 100 %, hid the axis of percentages."""
+    chart = throughput(RunArchive(made).read_records(0))
+    chart["lines"] = [line._replace(top=100.0) for line in chart["lines"]]
+    drawn = report._environment().get_template("pictures.html").module.series(chart, "rates")  # type: ignore[attr-defined]
+    assert ">100 %</text>" in drawn
 
 
 def test_the_secret_path_of_a_local_cloud_is_not_shown():

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, Turn, readable
+from rollout_backend.addresses import is_loopback
+from rollout_backend.config import RolloutConfig
 from rollout_backend.core.reasons import documented_at, what_to_do
 from rollout_backend.rendering.token_bytes import TokenText
 from rollout_backend.results.archive import RunArchive
@@ -68,12 +71,19 @@ def step_context(
         "documented_at": documented_at,
         "other_step": other,
         **shown_comparison([step], against, [other] if other is not None else []),
+        "runtime": _runtime(run.config) if run.config is not None else "",
         "settings": [*changed_settings(run.config)] if run.config is not None else None,
         "outcomes": OUTCOMES,
         "with_text": text is not None,
         "embedded": len(talks),
         "data": _data(run, records, talks),
     }
+
+
+def _runtime(config: RolloutConfig) -> str:
+    """Name the runtime. The AgentCore of a demo is a server on this machine."""
+    emulated = is_loopback(urlsplit(getattr(config.runtime, "endpoint_url", None) or "").hostname or "")
+    return f"{config.runtime.kind}{', emulated' if emulated else ''}"
 
 
 def matching_step(run: RunData, step: StepData) -> StepData:

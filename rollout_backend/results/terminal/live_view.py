@@ -134,9 +134,11 @@ class Snapshot:
 
     @property
     def left_s(self) -> float | None:
-        """Estimate the time left from the pace so far, up to the step's time limit; None before the first end."""
+        """Estimate the time left from the pace so far, up to the step's time limit; None before a tenth has ended.
+
+        Rollouts start together, so the pace of the first ones is far below that of the others."""
         progress, elapsed = self.progress, self.phases.get(RunPhase.ROLLOUTS, 0.0)
-        if progress is None or not progress.settled:
+        if progress is None or not progress.settled or progress.settled < progress.planned / 10:
             return None
         left = elapsed / progress.settled * (progress.planned - progress.settled)
         return min(left, max(0.0, self.limit_s - elapsed))

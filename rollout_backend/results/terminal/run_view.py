@@ -149,7 +149,7 @@ class RunView:
         summary = step.summary
         counts = {outcome or "not settled": summary.outcomes.get(outcome, 0) for outcome in (*Outcome, None)}
         outcomes = " + ".join(f"{number:,} {outcome}" for outcome, number in counts.items() if number)
-        facts = {f"step {step.name}": f"{summary.planned:,} planned = {outcomes}; {summary.trained:,} trained"}
+        facts = {f"step {step.name}": f"{summary.planned:,} planned = {outcomes}; {summary.trained:,} can be trained"}
         if summary.reward is not None:
             margin = f" ± {summary.reward.margin:.3f}" if summary.reward.margin is not None else ""
             kinds = {each: summary.tasks_of(each) for each in Learning}
@@ -316,9 +316,11 @@ def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "ledger", f"{report.planned:,} = {outcomes or 0}; {reconciles}; {open_sessions} open"
     if step.reward is not None:
         larger = [group for group in report.groups if len(group.rewards) > 1]
-        spread = f", which differs in {sum(group.has_spread for group in larger):,} of {len(larger):,} groups"
+        spread = f"; rewards differ in {sum(group.has_spread for group in larger):,} of {len(larger):,} groups"
         yield "reward", f"{step.reward.value:.3f}" + (spread if larger else "")
-    yield "time", ", ".join(f"{phase} {seconds(took)}" for phase, took in summary.seconds.items())
+    # As in the report, rollouts take from the first plan to the last event.
+    phases = {**summary.seconds, **({RunPhase.ROLLOUTS: step.seconds} if step.planned else {})}
+    yield "time", ", ".join(f"{phase} {seconds(took)}" for phase, took in phases.items())
     sampled = f"{step.sampled_tokens:,} sampled ({step.sampled_tokens / max(report.seconds, 1e-9):,.0f}/s)"
     yield "tokens", f"{sampled}, {step.prompt_tokens:,} prompt, cache {percent(step.cache_hit)}"
     if summary.cost is not None:
