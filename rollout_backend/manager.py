@@ -49,7 +49,7 @@ from rollout_backend.results.archive import RunArchive
 from rollout_backend.results.progress import FirstCall, Progress
 from rollout_backend.results.records import RolloutRecord
 from rollout_backend.results.rollout_spans import rollout_spans
-from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, StartedBy
+from rollout_backend.results.run_info import RUNS_S, TRAINERS, RunStart, RunState, StartedBy
 from rollout_backend.results.step_report import GroupResult, StepResult
 from rollout_backend.retry import log_retry, repeat, retry_until
 from rollout_backend.run_services import RunServices
@@ -343,7 +343,7 @@ class RolloutManager:
                 allow_subset=allow_subset,
                 adapter=adapter,
                 weights_are_counted=not weights,
-                trainer_name=describe_batch(number)[0] if self._started_by == "verl" else "",
+                trainer_name=describe_batch(number)[0] if self._started_by in TRAINERS else "",
             )
             if named is not None:
                 request = replace(request, weights=f"{request.weights}+{named.engine_name}")

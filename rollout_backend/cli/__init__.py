@@ -22,6 +22,7 @@ from rollout_backend.cli.results import compare, export, ls, replay, report, res
 from rollout_backend.cli.run import run
 from rollout_backend.cli.serve import serve
 from rollout_backend.cli.show import show
+from rollout_backend.cli.train import train
 from rollout_backend.local_keys import bypass_proxies
 from rollout_backend.logs import configure_logs, select_json
 from rollout_backend.relay.cli import serve as relay
@@ -42,6 +43,7 @@ for command in (
     deploy,
     doctor,
     run,
+    train,
     down,
     ls,
     show,

@@ -41,6 +41,7 @@ _RESTARTS = {
     "local": "its S3 was on this machine and ended with it; start it again with `rollout run --local`",
     "demo": "it was a demo, whose S3 ended with it; start another one with `rollout demo`",
     "verl": "verl trained with it; start the trainer again, with the same project and experiment name",
+    "train": "it is a training; start `rollout train` again, with the same run_id",
     "python": "a program collected its steps; start that program again, with the same run_id",
 }
 

@@ -12,7 +12,7 @@ EstimatorName = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "
 
 
 class TrainingServiceConfig(Section):
-    """How `TrainingLoop` trains on a service with Tinker's API. See [training-services.md](training-services.md)."""
+    """How `rollout train` trains on a service with Tinker's API. See [training-services.md](training-services.md)."""
 
     base_url: HttpUrl | None = None
     """URL of the service. Default: that of Thinking Machines. The key is `TINKER_API_KEY` in the environment."""
@@ -20,9 +20,9 @@ class TrainingServiceConfig(Section):
     """Name of the base model on the service. `model.path` must hold its tokenizer."""
     rank: int = Field(default=32, ge=1)
     """Rank of the LoRA adapter that is trained."""
-    steps: int = Field(ge=1)
+    steps: int = Field(default=100, ge=1)
     """Training steps. A run that has fewer resumes; to train longer, raise this and start it again."""
-    tasks_per_step: int = Field(ge=1)
+    tasks_per_step: int = Field(default=16, ge=1)
     """Tasks of one step, each with `group.size` rollouts. All tasks are used once before one is repeated."""
     seed: int = 0
     """Seed of the order of tasks."""
@@ -53,7 +53,7 @@ class TrainingServiceConfig(Section):
     """Every this many steps, and after the last, the service keeps the weights for ever. Those of other steps, from
     which a killed run resumes, expire after 30 days."""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """Collect the held-out tasks before the first step, every this many steps, and after the last. Default:
+    """Collect the tasks of `--held-out` before the first step, every this many steps, and after the last. Default:
     never."""
     call_s: Seconds = 1800.0
     """Timeout of one call to the service."""

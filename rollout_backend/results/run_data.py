@@ -20,7 +20,7 @@ from rollout_backend.results.archive import CONFIG, RunArchive
 from rollout_backend.results.cost import Cost, Prices
 from rollout_backend.results.findings import StepOverview, findings_of
 from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.run_info import RUNS_S, RunStart, RunState, all_settings
+from rollout_backend.results.run_info import RUNS_S, TRAINERS, RunStart, RunState, all_settings
 from rollout_backend.results.step_report import StepReport
 from rollout_backend.results.summary import StepSummary, summarize
 from rollout_backend.results.task_totals import TaskTotals
@@ -215,7 +215,7 @@ def describe_state(state: str, seen_at: float) -> str:
 
 def _is_by_verl(archive: RunArchive) -> bool:
     start = last_start(archive)
-    return start is not None and start.by == "verl"
+    return start is not None and start.by in TRAINERS
 
 
 @contextlib.contextmanager

@@ -28,7 +28,9 @@ from rollout_backend.run_lease import LeaseHolder
 RunState = Literal["running", "ended", "interrupted", "failed", "killed", "silent"]
 # A running process writes to its run directory every few seconds.
 RUNS_S = 60.0
-StartedBy = Literal["run", "local", "demo", "verl", "python"]
+StartedBy = Literal["run", "local", "demo", "verl", "train", "python"]
+TRAINERS: frozenset[StartedBy] = frozenset({"verl", "train"})
+"""Those that number their steps by `batch_number`."""
 
 _PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "torch", "transformers", "verl")
 

@@ -29,6 +29,7 @@ from agent_wrapper.contract import ContractObject, Identifier
 from agent_wrapper.contract.keys import training_key
 from rollout_backend.collect.store import ObjectStore
 from rollout_backend.config import RolloutConfig
+from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.core.earlier_batches import batch_number
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import (
@@ -69,7 +70,7 @@ class TrainingRecord(ContractObject):
 
 
 class Rollouts(Protocol):
-    """Samples from the service's weights: the manager of a run with `serving.kind: tinker`."""
+    """Samples from the service's weights: `ServiceRollouts`, or an object of yours."""
 
     async def serve_sampler(self, path: str, version: int) -> None:
         """Sample further model calls from these weights, and name them by this version."""
@@ -100,18 +101,7 @@ class TrainingLoop:
 
         Raises ConfigError if the settings do not fit the tasks.
         """
-        if config.training_service is None:
-            raise ConfigError("training_service is not set: set its base_model, steps and tasks_per_step")
-        self._settings = config.training_service
-        if self._settings.tasks_per_step > len(tasks):
-            raise ConfigError(
-                f"training_service.tasks_per_step is {self._settings.tasks_per_step}, and there are {len(tasks)} "
-                "tasks: lower it, or add tasks"
-            )
-        if config.group.size < 2:
-            raise ConfigError("group.size is 1, and advantages compare the rollouts of a task: set 2 or more")
-        if (self._settings.evaluate_every is None) != (not held_out):
-            raise ConfigError("training_service.evaluate_every and held-out tasks need each other: give both or none")
+        self._settings = self.check(config, tasks, held_out)
         self._config = config
         self._rollouts = rollouts
         self._service = service
@@ -124,6 +114,23 @@ class TrainingLoop:
         self._etag: str | None = None
         # The checkpoint whose weights the service's model has; empty if they are unknown.
         self._loaded = ""
+
+    @staticmethod
+    def check(config: RolloutConfig, tasks: Sequence[Task], held_out: Sequence[Task]) -> TrainingServiceConfig:
+        """Return the section `training_service`. Raises ConfigError if it does not fit the tasks."""
+        if config.training_service is None:
+            raise ConfigError("training_service is not set: set its base_model, steps and tasks_per_step")
+        settings = config.training_service
+        if settings.tasks_per_step > len(tasks):
+            raise ConfigError(
+                f"training_service.tasks_per_step is {settings.tasks_per_step}, and there are {len(tasks)} "
+                "tasks: lower it, or add tasks"
+            )
+        if config.group.size < 2:
+            raise ConfigError("group.size is 1, and advantages compare the rollouts of a task: set 2 or more")
+        if (settings.evaluate_every is None) != (not held_out):
+            raise ConfigError("training_service.evaluate_every and held-out tasks need each other: give both or none")
+        return settings
 
     async def run(self) -> TrainingRecord:
         """Train the steps that are left. Return the last record.
@@ -141,7 +148,7 @@ class TrainingLoop:
             record = await self._write(self._record(trained=0, saved=saved))
         elif record.trained < self._settings.steps:
             log.info("resuming after step %d", record.trained)
-        await self._rollouts.serve_sampler(record.sampler, record.trained)
+        await self._serve(record)
         record = await self._evaluate(record)
         while record.trained < self._settings.steps:
             record = await self._step(record)
@@ -172,7 +179,7 @@ class TrainingLoop:
         found = await self._write(record.model_copy(update={"trained": number, **vars(saved)}))
         self._on_trained(number, result, data, metrics)
         if data.groups:
-            await self._rollouts.serve_sampler(found.sampler, number)
+            await self._serve(found)
         return found
 
     async def _evaluate(self, record: TrainingRecord) -> TrainingRecord:
@@ -210,7 +217,13 @@ class TrainingLoop:
         self._loaded = saved.state
         return saved
 
-    async def _repeat(self, what: str, call: Callable[[], Awaitable[Checkpoint]]) -> Checkpoint:
+    async def _serve(self, record: TrainingRecord) -> None:
+        async def serve() -> None:
+            await self._rollouts.serve_sampler(record.sampler, record.trained)
+
+        await self._repeat("serving the weights", serve)
+
+    async def _repeat(self, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
         until = asyncio.get_running_loop().time() + self._settings.retry_s
         warn = log_retry(log, what)
         return await retry_until(until, call, TrainingServiceError, _PAUSES, before_sleep=warn)

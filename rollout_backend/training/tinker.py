@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NewType, Self
 
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
 from rollout_backend.training.service import Checkpoint, Datum
 
+Sampler = NewType("Sampler", object)
+"""The SDK's client of one set of weights."""
 KEY_VARIABLE = "TINKER_API_KEY"
 _EXPIRES_S = 30 * 86_400
 
@@ -53,10 +57,11 @@ class TinkerService:
         settings = self._settings
         url = {} if settings.base_url is None else {"base_url": settings.base_url}
 
-        # Making a client, and its first use, block until the service answers.
+        # Version 0.25, which SkyRL 0.4.0 needs, has no client without a session.
+        asks_first = "base_url" in inspect.signature(tinker.RestClient).parameters
+        make = tinker.RestClient if asks_first else tinker.ServiceClient
         async with self._explained("asking for the models"):
-            client = await asyncio.to_thread(lambda: tinker.RestClient(**url))
-            capabilities = await client.get_server_capabilities()
+            capabilities = await _in_thread(lambda: make(**url).get_server_capabilities())
         names = [model.model_name for model in capabilities.supported_models if model.trainable is not False]
         if settings.base_model not in names:
             raise ConfigError(
@@ -64,24 +69,28 @@ class TinkerService:
                 f"{', '.join(sorted(filter(None, names)))}"
             )
         async with self._explained("opening a session"):
-            self._client = await asyncio.to_thread(lambda: tinker.ServiceClient(**url))
-            await asyncio.to_thread(lambda: self._client.holder)
+            self._client = await _in_thread(lambda: tinker.ServiceClient(**url))
+            await _in_thread(lambda: self._client.holder)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         with contextlib.suppress(TrainingServiceError, ConfigError):
             async with self._explained("closing the session", 30.0):
-                await self._client.close("success")
+                if hasattr(self._client, "close"):
+                    await self._client.close("success")
 
     async def begin(self, state: str | None) -> None:
         self._model = None
         settings = self._settings
         async with self._explained(f"creating a model of {settings.base_model!r} with rank {settings.rank}"):
-            if state is None:
-                created = self._client.create_lora_training_client(settings.base_model, rank=settings.rank)
-            else:
-                created = self._client.create_training_client_from_state_with_optimizer(state)
-            self._model = await created
+            client, base = self._client, settings.base_model
+            self._model = await _in_thread(
+                lambda: (
+                    client.create_lora_training_client(base, rank=settings.rank)
+                    if state is None
+                    else client.create_training_client_from_state_with_optimizer(state)
+                )
+            )
 
     async def train(self, batches: Sequence[Sequence[Datum]]) -> dict[str, float]:
         import tinker
@@ -115,6 +124,29 @@ class TinkerService:
             sampler = self._model.save_weights_for_sampler(name, ttl_seconds=expires)
             return Checkpoint((await state).path, (await sampler).path)
 
+    async def sampler(self, path: str) -> Sampler:
+        """Return a client of saved weights."""
+        async with self._explained(f"opening the weights {path}"):
+            return Sampler(await _in_thread(lambda: self._client.create_sampling_client(model_path=path)))
+
+    async def sample(
+        self, sampler: Any, prompt: Sequence[int], params: Mapping[str, Any]
+    ) -> tuple[list[int], list[float], str]:
+        """Return the tokens of one sequence, their logprobs, and why it ended: `stop` or `length`."""
+        from tinker import types
+
+        async with self._explained("sampling"):
+            request = types.ModelInput.from_ints(list(prompt)), 1, types.SamplingParams(**params)
+            sent = sampler.sample(*request)
+            reply = await (asyncio.wrap_future(sent) if isinstance(sent, Future) else sent)
+            [found] = reply.sequences
+        logprobs = list(found.logprobs or ())
+        if len(logprobs) != len(found.tokens) or not logprobs:
+            raise TrainingServiceError(
+                f"the service returned {len(found.tokens)} tokens and {len(logprobs)} logprobs"
+            )
+        return list(found.tokens), logprobs, str(getattr(found.stop_reason, "value", found.stop_reason))
+
     @contextlib.asynccontextmanager
     async def _explained(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
         """Raise the SDK's errors as ours."""
@@ -137,6 +169,16 @@ class TinkerService:
         # The SDK reports the loss of a request with a ValueError.
         except (tinker.TinkerError, ValueError) as error:
             raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Return what a call of the SDK, which may block, makes. Newer versions return a future of it."""
+
+    def made() -> Any:
+        found = call()
+        return found.result() if hasattr(found, "result") else found
+
+    return await asyncio.to_thread(made)
 
 
 def _text(error: Exception) -> str:

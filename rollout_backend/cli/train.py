@@ -1,0 +1,132 @@
+"""`rollout train`: train on a training service."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollout_backend.cli.common import (
+    Overrides,
+    Quiet,
+    ScorerOption,
+    Stack,
+    TaskFile,
+    Verbose,
+    load_settings,
+    read_limited,
+    run_output,
+    with_scorer,
+)
+from rollout_backend.errors import ConfigError, RolloutBackendError
+
+if TYPE_CHECKING:
+    from rollout_backend.results.step_report import StepResult
+    from rollout_backend.training.service import TrainingData
+
+# The sampling server gets a port when it starts.
+_ENGINE = "serving={kind: external, urls: ['http://127.0.0.1:1']}"
+
+
+async def train(
+    config: Annotated[Path | None, typer.Argument(help="Settings in YAML.")] = None,
+    tasks: TaskFile = None,
+    held_out: Annotated[
+        Path | None, typer.Option("--held-out", help="Tasks to evaluate on, in the form of --tasks.")
+    ] = None,
+    stack: Stack = None,
+    scorer: ScorerOption = None,
+    override: Overrides = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
+    """Train a LoRA adapter on a training service, whose weights also answer the agents' model calls.
+
+    The section `training_service` names the service and the steps. No engine and no GPU is needed: the settings of
+    `serving` are not used. The key is TINKER_API_KEY in the environment.
+
+    To resume a training that was killed or interrupted, run the same command with the same run_id.
+
+    Exit codes: 0, all steps are trained; 1, the training failed, and can be resumed; 2, the input is invalid, and
+    nothing was started; 130, interrupted.
+    """
+    from rollout_backend.checks.preflight import check_tasks
+    from rollout_backend.collect.store import ResultStore
+    from rollout_backend.core.check_result import raise_problems
+    from rollout_backend.core.tasks import check_private
+    from rollout_backend.manager import RolloutManager
+    from rollout_backend.results.page.report import try_to_write_report
+    from rollout_backend.results.summary import mean
+    from rollout_backend.training.loop import TrainingLoop
+    from rollout_backend.training.sampling_server import SamplingServer, ServiceRollouts
+    from rollout_backend.training.tinker import TinkerService
+
+    output = run_output(quiet, verbose, False)
+    if tasks is None or (config is None and stack is None):
+        raise ConfigError("name the settings or --stack, and --tasks")
+    settings = await load_settings(config, [*with_scorer(override, scorer), _ENGINE], stack)
+    section = settings.training_service
+    if section is None:
+        raise ConfigError("training_service is not set: set at least training_service.base_model")
+    wanted = read_limited(tasks, None, settings.runtime)
+    evaluated = read_limited(held_out, None, settings.runtime) if held_out is not None else ()
+    for some in (wanted, evaluated):
+        check_private(some, settings.scoring.enabled)
+        raise_problems((await check_tasks(settings, some, leave_out=False))[1] if some else ())
+    TrainingLoop.check(settings, wanted, evaluated)
+
+    rollouts = section.tasks_per_step * settings.group.size
+
+    def on_trained(number: int, result: StepResult, data: TrainingData, metrics: dict[str, float]) -> None:
+        rewards = [
+            rollout.reward for group in result.groups for rollout in group.rollouts if rollout.reward is not None
+        ]
+        shown = "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
+        output.status(
+            f"step {number} of {section.steps}: reward {mean(rewards) or 0:.3f}, {data.rollouts} rollouts and "
+            f"{len(data.groups)} of {len(result.groups)} groups trained{shown}"
+        )
+
+    def on_evaluated(number: int, result: StepResult) -> None:
+        rewards = [rollout.reward for rollout in result.rollouts if rollout.reward is not None]
+        output.status(f"evaluation after step {number}: reward {mean(rewards) or 0:.3f} of {len(rewards)} rollouts")
+
+    async with TinkerService(section) as service, SamplingServer(service, str(settings.model.path)) as server:
+        serving = settings.serving.model_copy(update={"urls": (server.url,)})
+        manager = RolloutManager(
+            settings.model_copy(update={"serving": serving}),
+            on_status=output.status,
+            on_phase=output.phase,
+            on_serving=output.serving,
+            rollouts=rollouts,
+            started_by="train",
+        )
+        output.begin(settings, tasks=section.tasks_per_step, rollouts=rollouts, agent=None)
+        store = await ResultStore.open(settings.storage, settings.aws)
+        try:
+            async with output.watch(manager.progress), manager:
+                output.started(manager.config)
+                loop = TrainingLoop(
+                    settings,
+                    ServiceRollouts(manager, server),
+                    service,
+                    store,
+                    wanted,
+                    evaluated,
+                    on_trained=on_trained,
+                    on_evaluated=on_evaluated,
+                )
+                record = await loop.run()
+                manager.archive.write_last_step_end()
+        except (asyncio.CancelledError, RolloutBackendError):
+            output.status(f"resume it with the same command and run_id={settings.run_id}")
+            raise
+        finally:
+            await store.aclose()
+            report = try_to_write_report(settings.run_dir)
+    output.status(f"trained {record.trained} steps: weights {record.sampler}, with optimizer {record.state}")
+    if report is not None:
+        output.status(f"report: {report}")
+    return 0

@@ -1,0 +1,165 @@
+"""Serve a training service's samplers on this machine, in the format of SGLang's `/generate`, to the run's router.
+
+Invariants:
+
+- A call samples from the weights that were the newest when it began, and its reply names their version.
+- Token ids and logprobs are the service's, unchanged. A reply without a logprob for each token is an error.
+- What the service cannot do (images, forced formats, logit bias, adapters, routed experts) is refused by name.
+- A fault of the service answers 503, which the gateway retries until the call's deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from aiohttp import web
+
+from rollout_backend.core.tasks import Task
+from rollout_backend.errors import ConfigError, TrainingServiceError
+from rollout_backend.local_keys import HOST
+from rollout_backend.manager import RolloutManager
+from rollout_backend.results.step_report import StepResult
+from rollout_backend.training.tinker import Sampler, TinkerService
+
+log = logging.getLogger(__name__)
+
+_MAX_BYTES = 2**26
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_new_tokens": "max_tokens",
+    "stop_token_ids": "stop",
+    "sampling_seed": "seed",
+}
+"""SGLang's sampling parameters, and the service's."""
+_IGNORED = frozenset({"stream_interval"})
+_UNSUPPORTED = ("image_data", "lora_path", "return_routed_experts")
+
+
+class SamplingServer:
+    """An async context manager. `url` is the server's, for `serving.urls`."""
+
+    def __init__(self, service: TinkerService, model_path: str) -> None:
+        self.url = ""
+        self._service = service
+        self._model_path = model_path
+        self._sampler: Sampler | None = None
+        self._version = 0
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=_MAX_BYTES)
+        for path in ("/health", "/health_generate", "/flush_cache"):
+            app.router.add_route("*", path, self._healthy)
+        for path in ("/pause_generation", "/continue_generation", "/abort_request"):
+            app.router.add_post(path, self._healthy)
+        for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+            app.router.add_get(path, self._info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/generate", self._generate)
+        # A hung-up call ends its request to the service.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, 0).start()
+        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def serve(self, path: str, version: int) -> None:
+        """Sample further calls from these weights. Raises ConfigError or TrainingServiceError."""
+        self._sampler, self._version = await self._service.sampler(path), version
+
+    async def _healthy(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self._model_path,
+                "tokenizer_path": self._model_path,
+                "is_generation": True,
+                "weight_version": str(self._version),
+                "enable_deterministic_inference": True,
+            }
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self._model_path, "object": "model"}]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        sampler, version = self._sampler, str(self._version)
+        if body["input_ids"] == [0]:
+            # The probe of an idle engine; a sample would cost money.
+            reply = _reply(body, [0], [-0.5], "length", version)
+            return web.json_response(reply)
+        try:
+            params = _service_params(body)
+            if sampler is None:
+                raise TrainingServiceError("no weights are served yet")
+            tokens, logprobs, reason = await self._service.sample(sampler, body["input_ids"], params)
+        except ConfigError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        except TrainingServiceError as error:
+            log.warning("%s", error)
+            return web.json_response({"error": {"message": str(error)}}, status=503)
+        reply = _reply(body, tokens, logprobs, reason, version)
+        if not body.get("stream"):
+            return web.json_response(reply)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            await stream.write(f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n".encode())
+        return stream
+
+
+def _service_params(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the service's sampling parameters. Raises ConfigError if the service lacks one."""
+    asked = {name: value for name, value in body["sampling_params"].items() if name not in _IGNORED}
+    missing = [*(name for name in asked if name not in _SAMPLING), *(name for name in _UNSUPPORTED if body.get(name))]
+    if missing:
+        raise ConfigError(f"the training service does not support {', '.join(missing)}")
+    return {_SAMPLING[name]: value for name, value in asked.items()}
+
+
+def _reply(
+    body: Mapping[str, Any], tokens: Sequence[int], logprobs: Sequence[float], reason: str, version: str
+) -> dict[str, Any]:
+    finish = (
+        {"type": "length", "length": len(tokens)} if reason == "length" else {"type": "stop", "matched": tokens[-1]}
+    )
+    return {
+        "text": "",
+        "output_ids": list(tokens),
+        "meta_info": {
+            "id": body.get("rid", ""),
+            "finish_reason": finish,
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": len(tokens),
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
+        },
+    }
+
+
+class ServiceRollouts:
+    """The rollouts of a run whose engine is a `SamplingServer`: see `training.loop.Rollouts`."""
+
+    def __init__(self, manager: RolloutManager, server: SamplingServer) -> None:
+        self._manager = manager
+        self._server = server
+
+    async def serve_sampler(self, path: str, version: int) -> None:
+        await self._server.serve(path, version)
+
+    async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
+        return await self._manager.collect(tasks, step=step, weights=weights)

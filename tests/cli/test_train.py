@@ -1,0 +1,133 @@
+"""`rollout train`, whole: agents in their own process, the gateway, S3 and SQS, and the emulated service."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from anyio.from_thread import start_blocking_portal
+from tokenizers import Tokenizer
+
+from agent_servers import serve_agent
+from agent_wrapper.contract import Rollout
+from rollout_backend.local.cloud import LocalStorage
+from rollout_backend.local.scripted import BYTE_MODEL
+from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_training import EmulatedTrainer
+
+AGENT = '''
+"""An agent that is rewarded for each letter a of its model's reply."""
+
+from openai import AsyncOpenAI
+
+from agent_wrapper import RolloutApp, RolloutContext
+
+app = RolloutApp()
+
+
+@app.entrypoint
+async def agent(context: RolloutContext) -> dict[str, object]:
+    async with AsyncOpenAI(**context.openai_kwargs()) as client:
+        messages = [{"role": "user", "content": str(context.payload["question"])}]
+        reply = await client.chat.completions.create(model=context.model, messages=messages)
+    text = reply.choices[0].message.content or ""
+    return {"reward": text.count("a") / 4}
+
+
+if __name__ == "__main__":
+    app.run()
+'''
+STEPS, GROUP = 4, 8
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[TinkerEmulator]:
+    """The service, in a thread: each command has its own event loop."""
+    vocabulary = Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json")).encode("abcd").ids
+    service = TinkerEmulator({"tiny": TabularPolicy(vocabulary, np.zeros((5, 4)))}, poll_s=0.2)
+    monkeypatch.setenv("TINKER_API_KEY", service.key)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(service):
+        yield service
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    made = []
+    for name, count in (("tasks", 4), ("held-out", 1)):
+        lines = [json.dumps({"task_id": f"{name}-{i}", "payload": {"question": f"Say {i}"}}) for i in range(count)]
+        made.append(tmp_path / f"{name}.jsonl")
+        made[-1].write_text("".join(f"{line}\n" for line in lines))
+    return made[0], made[1]
+
+
+@pytest.mark.slow
+def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
+    rollout, settings, files, here, storage: LocalStorage, emulator: TinkerEmulator, run_id: str
+) -> None:
+    trainer = EmulatedTrainer(emulator)
+    agent = here / "agent.py"
+    agent.write_text(AGENT)
+    section = {"base_url": emulator.url, "base_model": "tiny", "rank": 8, "tasks_per_step": 2, "learning_rate": 1.0}
+    with serve_agent(agent, storage, here / "agent") as url:
+        config = settings(
+            runtime={"kind": "http", "url": url},
+            queue={"wait_s": 1},
+            run_id=run_id,
+            output_dir="runs",
+            sampling={"max_tokens": 4, "seed": 7},
+            group={"size": GROUP},
+            training_service={**section, "steps": STEPS - 2, "evaluate_every": 2},
+            model={"path": str(BYTE_MODEL), "renderer": "chatml"},
+        )
+        command = ("train", config, "--tasks", files[0], "--held-out", files[1])
+        code, output = rollout(*command)
+        assert code == 0, output
+        assert f"trained {STEPS - 2} steps: weights tinker://" in output
+        optimizer_steps = len(trainer.history([*trainer.states][-1]))
+        code, output = rollout(*command, "-o", f"training_service.steps={STEPS}")
+        assert code == 0, output
+        assert "step 1 of" not in output
+        assert f"step {STEPS} of {STEPS}: reward" in output
+    history = trainer.history([*trainer.states][-1])
+    assert len(history) == STEPS > optimizer_steps
+    # Every trained token is one that the service sampled, with its logprob, and each token names its weights.
+    sampled = {((*each.prompt, *each.tokens), each.logprobs): each.model_path for each in emulator.samples}
+    folder, rewards = here / "runs" / run_id, {}
+    for place in sorted((folder / "rollouts").iterdir()):
+        found = [Rollout.decode(path.read_bytes()) for path in place.iterdir() if "~" not in path.name]
+        rewards[int(place.name)] = [each.reward for each in found]
+        for each in found:
+            [segment] = each.segments
+            logprobs = tuple(
+                value for value, is_sampled in zip(segment.logprobs, segment.response_mask, strict=True) if is_sampled
+            )
+            path = sampled[tuple(segment.token_ids), logprobs]
+            [span] = segment.turns[0].weight_versions
+            assert path.endswith(f"-{int(span.version):06d}")
+    means = [float(np.mean(rewards[step])) for step in sorted(rewards) if len(rewards[step]) == 2 * GROUP]
+    assert len(means) == STEPS
+    assert means[-1] > means[0] + 0.2
+    for datum in trainer.data:
+        text = (*datum.tokens, int(datum.inputs["target_tokens"][-1]))
+        is_sampled = datum.inputs["advantages"] != 0
+        assert (text, tuple(datum.inputs["logprobs"][is_sampled].tolist())) in sampled
+    code, output = rollout("show", "--run", run_id)
+    assert code == 0, output
+    assert "0 validation" in output
+    assert (folder / "report" / "index.html").exists() or (folder / "report.html").exists(), [*folder.iterdir()]
+
+
+def test_what_a_training_lacks_is_named_before_anything_starts(rollout, settings, files, emulator) -> None:
+    section = {"base_url": emulator.url, "base_model": "tiny", "tasks_per_step": 2}
+    cases = [
+        ({}, "training_service is not set"),
+        ({"training_service": section}, "group.size is 1"),
+        ({"training_service": {**section, "base_model": "large"}, "group": {"size": 2}}, "It trains: tiny"),
+        ({"training_service": {**section, "tasks_per_step": 9}, "group": {"size": 2}}, "there are 4 tasks"),
+    ]
+    for sections, message in cases:
+        code, output = rollout("train", settings(**sections), "--tasks", files[0])
+        assert code == 2, output
+        assert message in output
+        assert "starting" not in output
