@@ -49,6 +49,8 @@ With every client:
   unless you want to train it that way.
 - **Replies that are cut** are trained up to [the cut](token-identity.md#replies-that-the-agent-cuts). magentic 0.41.1
   is such a client: it takes the text beside a tool call for the answer, and drops the call.
+- **Replies that a client rewrites** open a new row. The clients with two rows below do so: their sections say what
+  they drop, merge or move.
 
 Command-line agents can run [without a line of Python](commands.md).
 

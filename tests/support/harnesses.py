@@ -318,7 +318,46 @@ cline --provider openai-compatible "TASK\"""",
         "node openai_agents.mjs",
         ("chat", "responses"),
     ),
+    Harness(
+        "LangGraph.js",
+        "@langchain/langgraph @langchain/anthropic @langchain/core @langchain/openai zod",
+        "langgraph-js.json",
+        "node langgraph.mjs",
+        ("chat", "messages"),
+    ),
     Harness("Agno", "agno openai", "agno.txt", "python agno_agent.py"),
+    Harness("AG2", "ag2[anthropic,openai]", "ag2.txt", "python ag2_agent.py", ALL),
+    Harness(
+        "CAMEL",
+        "camel-ai mcp<2",
+        "camel.txt",
+        "python camel_agent.py",
+        reasons=("first_call", "history_rewritten"),
+        note="""\
+CAMEL sorts its history by time stamps. After two calls in a row, the answer came before the second call, which opens
+a new row. By default it downloads a vocabulary of tiktoken to count tokens, which fails in a container without the
+internet: give it a `token_counter`. Its version 0.2.90 needs `mcp<2`.""",
+    ),
+    Harness(
+        "Mastra",
+        "@mastra/core @ai-sdk/openai-compatible zod",
+        "mastra.json",
+        "node mastra.mjs",
+        replies=(*SUMS[:2], "It is 9, and then 10."),
+        reasons=("first_call", "history_rewritten"),
+        note="""\
+The calls of one `generate` are one row. Mastra merges them into one message when the next `generate` gets them as its
+history, which opens a new row.""",
+    ),
+    Harness(
+        "Claude Agent SDK",
+        "claude-agent-sdk",
+        "claude-agent-sdk.txt",
+        "python claude_agent.py",
+        ("messages",),
+        replies=renamed(SUMS, add="mcp__sums__add"),
+        note="The package contains Claude Code, whose [section](#claude-code) applies to it too.",
+    ),
     Harness(
         "pydantic-ai",
         "pydantic-ai-slim[anthropic,openai]",
