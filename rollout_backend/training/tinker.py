@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -58,11 +57,14 @@ class TinkerService:
         url = {} if settings.base_url is None else {"base_url": settings.base_url}
 
         # Version 0.25, which SkyRL 0.4.0 needs, has no client without a session.
-        asks_first = "base_url" in inspect.signature(tinker.RestClient).parameters
-        make = tinker.RestClient if asks_first else tinker.ServiceClient
+        make = getattr(tinker, "RestClient", tinker.ServiceClient)
         async with self._explained("asking for the models"):
             capabilities = await _in_thread(lambda: make(**url).get_server_capabilities())
-        names = [model.model_name for model in capabilities.supported_models if model.trainable is not False]
+        names = [
+            model.model_name
+            for model in capabilities.supported_models
+            if getattr(model, "trainable", True) is not False
+        ]
         if settings.base_model not in names:
             raise ConfigError(
                 f"training_service.base_model: the service does not train {settings.base_model!r}. It trains: "
