@@ -365,7 +365,7 @@ class RolloutApp:
             self._busy_since_change = (self.is_busy, int(time.time()))
 
     async def _run_job(self, job: _Job, payload: dict[str, Any]) -> None:
-        heartbeats, started_at = asyncio.create_task(self._send_heartbeats(job)), time.time()
+        heartbeats, began = asyncio.create_task(self._send_heartbeats(job)), time.monotonic()
         try:
             try:
                 await self._publish(job, await self._run_rollout(job, payload))
@@ -376,7 +376,7 @@ class RolloutApp:
                 logger.exception("the wrapper failed in rollout %s", job.request.rollout_id)
                 said, trace = f"the wrapper failed: {describe(error)}", traceback_of(error)
                 lost = failed(Outcome.INFRA_ERROR, "wrapper_failed", said, trace)
-                await self._publish(job, build_rollout(job.request, lost, None, started_at, time.time()))
+                await self._publish(job, build_rollout(job.request, lost, None, *_times_since(began)))
         except Exception as error:
             message = str(error) if isinstance(error, PublishError) else describe(error)
             job.status, job.reason = "unpublished", message
@@ -401,14 +401,14 @@ class RolloutApp:
             job.stopping.set()
 
     async def _run_rollout(self, job: _Job, payload: dict[str, Any]) -> Rollout:
-        request, started_at = job.request, time.time()
+        request, began = job.request, time.monotonic()
         preparing = asyncio.create_task(self._prepare(request))
         context = RolloutContext.from_request(request, payload)
         if (failure := await self._probe_endpoint(job, context)) is not None:
-            return build_rollout(request, failure, None, started_at, time.time())
+            return build_rollout(request, failure, None, *_times_since(began))
         result = await self._run_agent(job, context)
         preparing.cancel()
-        finished_at = time.time()
+        started_at, finished_at = _times_since(began)
         # A completed rollout is worth retrying until the agent's deadline. An agent may have failed because the
         # gateway is down.
         fetch_s = max(job.limit_s(*_FETCH), context.remaining_s if result.finished else 0.0)
@@ -536,6 +536,15 @@ def _respond(content: Any, status: int = 200) -> JSONResponse:
     from starlette.responses import JSONResponse
 
     return JSONResponse(content, status)
+
+
+def _times_since(began: float) -> tuple[float, float]:
+    """Return the Unix times of a start on the monotonic clock, and of now.
+
+    The clock may be set in between: a session that wakes from a snapshot has the snapshot's time at first.
+    """
+    now = time.time()
+    return max(0.0, now - (time.monotonic() - began)), now
 
 
 def reseed(session_id: str) -> None:

@@ -48,7 +48,10 @@ DEFERRED = {
 }
 
 SNAPSHOT = "ROLLOUT_LOCAL_SNAPSHOT"
-"""Environment variable with which all sessions share the state of `random` and numpy, as on platform V2."""
+"""Environment variable with which sessions start as if they woke from a snapshot, as on platform V2.
+
+They have its state of `random` and numpy, and its time until their clock is set."""
+_SNAPSHOT_AGE_S, _CLOCK_SET_S = 3600.0, 2.0
 _REPORT_S = 30.0
 """Seconds for which the first session reports its imports."""
 _REPORT_INTERVAL_S = 0.2
@@ -167,8 +170,15 @@ def _start_session(log: str, drawn: tuple[Any, ...] | None) -> None:
     # `random` reseeds itself after a fork; numpy would draw the same in every session.
     if drawn is not None:
         random.setstate(drawn)
+        _keep_time_of_snapshot()
     elif "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+
+
+def _keep_time_of_snapshot() -> None:
+    """Let `time.time` return the snapshot's time at first. Signatures of AWS's clients have the right time."""
+    right, set_at = time.time, time.monotonic() + _CLOCK_SET_S
+    time.time = lambda: right() - (_SNAPSHOT_AGE_S if time.monotonic() < set_at else 0.0)
 
 
 def _report_imports(fd: int, known: set[str]) -> None:

@@ -39,6 +39,18 @@ def test_a_returned_number_is_the_reward_and_the_rollout_is_identified(container
     assert gateway.requests.count((f"/{block['rollout_id']}/trajectory", f"Bearer key-of-{block['rollout_id']}")) == 1
 
 
+def test_a_clock_that_is_set_while_the_agent_runs_does_not_lengthen_the_rollout(start_container):
+    """A session that wakes from a snapshot has an old time at first."""
+    container = start_container("sync")
+    body = """
+right = time.time
+time.time = lambda: right() + 3600
+return 1.0"""
+    rollout = container.play(f"import time\n{body}", container.request())
+    assert rollout.finished_at > time.time() + 3000
+    assert rollout.finished_at - rollout.started_at < 3000
+
+
 def test_artifacts_are_written_once_beside_the_result_that_lists_them(container, cloud):
     block = container.request()
     body = """
