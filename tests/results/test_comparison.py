@@ -1,11 +1,12 @@
 """How two runs differ."""
 
 import json
+import re
 
 import pytest
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.results.comparison import compare_runs
+from rollout_backend.results.comparison import Entry, compare_runs
 from rollout_backend.results.page.step_page import step_context
 from rollout_backend.results.page.training_page import training_context
 from rollout_backend.results.run_data import read_run
@@ -74,6 +75,14 @@ def test_settings_and_lengths_are_printed_side_by_side(tmp_path, screen):
     for words in ("sampling.temperature", "sampled tokens", "10.0", "over 12 tasks of both runs: equal on each task"):
         assert words in screen.text
     assert json.loads(found.model_dump_json())["measures"][0]["tasks"] == 12
+
+
+def test_a_digest_is_cut_where_it_is_printed(tmp_path, screen):
+    first, second = write_run(tmp_path / "a", {"x": [0.0]}), write_run(tmp_path / "b", {"x": [0.0]})
+    digests = Entry(name="agent sha256", first="1e9d5f507ca8" + "0" * 52, second="0c6deaf42c12" + "0" * 52)
+    found = compare_runs(first, second).model_copy(update={"versions": (digests,)})
+    print_comparison(screen.console, found)
+    assert re.search(r"agent sha256 +1e9d5f507ca8 +0c6deaf42c12\s", screen.text)
 
 
 def test_a_run_without_records_cannot_be_compared(tmp_path):

@@ -1,16 +1,19 @@
 """Printed reports and rollouts are complete, and nothing in them can break the terminal."""
 
 import dataclasses
+import io
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
 from rollout_backend.results.findings import findings_of
 from rollout_backend.results.step_report import StepResult
 from rollout_backend.results.summary import summarize
-from rollout_backend.results.terminal.view import print_record, print_rollout, print_step
+from rollout_backend.results.terminal.view import print_record, print_rollout, print_step, print_words, print_wrapped
 from rollout_backend.results.words import WORDS
 from rollouts import make_rollout, make_segment
 from run_folders import make_record, make_step
@@ -175,3 +178,14 @@ def test_words_of_this_project_are_explained_where_they_are_met(screen, show):
     text = " ".join(screen.text.split())
     for word in ("segment", "weights", "group_doomed", "reconciles"):
         assert f"{word}: {WORDS[word]}" in text
+
+
+def test_at_80_columns_lines_break_at_words_and_begin_at_the_left():
+    file = io.StringIO()
+    console = Console(file=file, width=80, color_system=None, force_terminal=True)
+    print_wrapped(console, Text(), Text("run a  ended"))
+    print_words(console, *WORDS)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "run a  ended"
+    assert max(map(len, lines)) <= 80
+    assert {*" ".join(WORDS.values()).split()} <= {*file.getvalue().split()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -255,7 +256,7 @@ def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> N
 def print_words(console: Console, *words: str) -> None:
     """Explain words that were printed."""
     for word in words:
-        print_text(console, f"{word}: {WORDS[word]}", "dim")
+        print_wrapped(console, Text(f"{word}: ", "dim"), WORDS[word], "dim")
 
 
 def _print_failure(console: Console, message: str, reason: str) -> None:
@@ -284,6 +285,9 @@ def print_wrapped(console: Console, mark: Text, text: str | Text, style: str = "
     if not console.is_terminal:
         # Tools that read a pipe need whole lines.
         print_text(console, Text.assemble(mark, text), style)
+        return
+    if not mark:
+        console.print(Text(text, style) if isinstance(text, str) else text)
         return
     table = Table.grid()
     table.add_column(no_wrap=True)
@@ -387,7 +391,9 @@ def _print_table(
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
+    text = "-" if value is None else str(value)
+    # 12 digits of a digest tell two agents apart.
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def print_rescoring(console: Console, found: Rescoring, step_name: Callable[[int], str] = str) -> None:
