@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TrainingServiceError
@@ -28,6 +29,9 @@ from rollout_backend.training.tinker import Sampler, TinkerService
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 2**26
+_server_log = logging.getLogger(f"{__name__}.http")
+# A router first probes a new engine with gRPC, which is no HTTP/1.
+_server_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage)))
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -63,7 +67,9 @@ class SamplingServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/generate", self._generate)
         # A hung-up call ends its request to the service.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=_server_log, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
         self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NewType, Self
 
 from rollout_backend.config.training_service import TrainingServiceConfig
@@ -140,7 +139,8 @@ class TinkerService:
         async with self._explained("sampling"):
             request = types.ModelInput.from_ints(list(prompt)), 1, types.SamplingParams(**params)
             sent = sampler.sample(*request)
-            reply = await (asyncio.wrap_future(sent) if isinstance(sent, Future) else sent)
+            # Version 0.25 returns a future of another thread.
+            reply = await (sent if isinstance(sent, Awaitable) else asyncio.wrap_future(sent))
             [found] = reply.sequences
         logprobs = list(found.logprobs or ())
         if len(logprobs) != len(found.tokens) or not logprobs:

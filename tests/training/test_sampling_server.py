@@ -1,0 +1,98 @@
+"""The server that samples from a training service, as the gateway's router and a gateway call it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from rollout_backend.config.training_service import TrainingServiceConfig
+from rollout_backend.training.sampling_server import SamplingServer
+from rollout_backend.training.tinker import TinkerService
+from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+
+BODY = {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "stop_token_ids": [9]}}
+
+
+@pytest.fixture
+async def emulator(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinkerEmulator]:
+    async with TinkerEmulator({"tiny": TabularPolicy(range(6))}, poll_s=0.1) as service:
+        monkeypatch.setenv("TINKER_API_KEY", service.key)
+        yield service
+
+
+@pytest.fixture
+async def server(emulator: TinkerEmulator) -> AsyncIterator[SamplingServer]:
+    settings = TrainingServiceConfig(base_url=emulator.url, base_model="tiny", rank=8)
+    async with TinkerService(settings) as service, SamplingServer(service, "/models/tiny") as serving:
+        await service.begin(None)
+        model = next(iter(emulator.trained.values()))
+        for version in range(2):
+            path = f"tinker://{model.model_id}/sampler_weights/{version}"
+            emulator.saved[path] = "tiny", model.policy.copy()
+        await serving.serve(f"tinker://{model.model_id}/sampler_weights/0", 0)
+        yield serving
+
+
+async def generate(server: SamplingServer, **more: object) -> tuple[int, dict[str, object]]:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.url}/generate", json={**BODY, **more}) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def test_a_call_keeps_the_weights_with_which_it_began(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    await emulator.set_queue("paused_capacity")
+    call = asyncio.ensure_future(generate(server))
+    await emulator.arrived("asample", 1)
+    await server.serve(next(path for path in emulator.saved if path.endswith("/1")), 1)
+    await emulator.set_queue("")
+    replies = [await call, await generate(server)]
+    for version, (status, reply) in enumerate(replies):
+        sample, meta = emulator.samples[version], reply["meta_info"]
+        assert status == 200
+        assert sample.model_path.endswith(f"/{version}")
+        assert reply["output_ids"] == list(sample.tokens)
+        assert meta["weight_versions"] == [{"version": str(version), "start": 0, "end": len(sample.tokens)}]
+        assert [tuple(each[:2]) for each in meta["output_token_logprobs"]] == [
+            *zip(sample.logprobs, sample.tokens, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"sampling_params": {"max_new_tokens": 4, "logit_bias": {"1": 2}}}, "logit_bias"),
+        ({"sampling_params": {"max_new_tokens": 4, "json_schema": "{}"}}, "json_schema"),
+        ({"image_data": ["data:"]}, "image_data"),
+        ({"lora_path": "math"}, "lora_path"),
+    ],
+)
+async def test_what_the_service_lacks_is_refused_by_name(
+    server: SamplingServer, emulator: TinkerEmulator, body: dict[str, object], name: str
+) -> None:
+    status, reply = await generate(server, **body)
+    assert (status, emulator.samples) == (400, [])
+    assert f"does not support {name}" in reply["error"]["message"]
+
+
+async def test_a_fault_of_the_service_is_answered_503(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    emulator.faults.failures.append("server")
+    assert (await generate(server))[0] == 503
+    assert (await generate(server))[0] == 200
+
+
+async def test_probes_sample_nothing_and_log_nothing(
+    server: SamplingServer, emulator: TinkerEmulator, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, _ = await generate(server, input_ids=[0])
+    assert (status, emulator.samples) == (200, [])
+    host, port = server.url.removeprefix("http://").split(":")
+    with caplog.at_level(logging.DEBUG, "rollout_backend"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert b"400" in await reader.readline()
+        writer.close()
+    assert not caplog.records
