@@ -14,7 +14,7 @@ A seal's key is derived from the run's seal secret. Its claims are readable but 
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgpack
@@ -24,13 +24,6 @@ from pydantic import BaseModel
 from agent_wrapper.contract import ContractError, Rollout, Segment, Trajectory
 from rollout_backend.core.session_key import ClaimsRefused, SessionClaims, read_claims, sign_claims, verify_claims
 
-_HASHED_AS_THEY_ARE: Mapping[str, Any] = {
-    "token_ids": True,
-    "response_mask": True,
-    "logprobs": True,
-    "messages": True,
-    "routed_experts": {"ids"},
-}
 # The range of msgpack's integers.
 _LEAST, _END = -(2**63), 2**64
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
@@ -60,7 +53,7 @@ class Sealer:
     def fingerprints(self) -> tuple[str, ...]:
         """Return an identifier of each secret and of the seals' format. It does not reveal the secret. The first one
         belongs to the secret that new seals use."""
-        return tuple(hmac.digest(key, b"fingerprint of format 2", "sha256").hex()[:16] for key in self._keys)
+        return tuple(hmac.digest(key, b"fingerprint of format 3", "sha256").hex()[:16] for key in self._keys)
 
     def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
         """Return the trajectory with a seal for the session that `claims` names."""
@@ -121,35 +114,49 @@ def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
 
 
 def digest_of(segments: Iterable[Segment]) -> str:
-    """Return the SHA-256 of each segment's arrays and of its other fields as msgpack, each preceded by its length."""
-    state = hashlib.sha256(b"rollout-backend segments 2")
+    """Return the SHA-256 of what was sampled: each segment's arrays, and its `_others`, each preceded by its length.
+
+    Only fields named here and in `_others` are sealed, so a new field of the contract leaves stored seals valid.
+    """
+    state = hashlib.sha256(b"rollout-backend segments 3")
     packer = msgpack.Packer()
     # By object id, because segments may share thousands of messages.
     packed: dict[int, bytes] = {}
     for segment in segments:
-        # Results sealed while segments had this field must stay valid.
-        rest = {**segment.model_dump(mode="json", exclude=_HASHED_AS_THEY_ARE), "retokenized": False}
         for message in segment.messages:
             if id(message) not in packed:
                 packed[id(message)] = packer.pack(_plain(message))
-        values = {name: packer.pack(_plain(value)) for name, value in rest.items()}
-        values["messages"] = packer.pack_array_header(len(segment.messages)) + b"".join(
-            packed[id(message)] for message in segment.messages
-        )
         parts = [
             np.asarray(segment.token_ids, dtype="<i4").tobytes(),
             segment.response_mask.tobytes(),
             _logprobs(segment),
-            packer.pack_map_header(len(values))
-            + b"".join(packer.pack(name) + values[name] for name in sorted(values)),
+            packer.pack(_plain(_others(segment))),
+            packer.pack_array_header(len(segment.messages))
+            + b"".join(packed[id(message)] for message in segment.messages),
         ]
-        # The other fields include the shape of the experts.
+        # `_others` includes the shape of the experts.
         if segment.routed_experts is not None:
             parts.append(segment.routed_experts.ids)
         for part in parts:
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
     return state.hexdigest()
+
+
+def _others(segment: Segment) -> list[Any]:
+    experts = segment.routed_experts
+    return [
+        segment.split_reason,
+        [
+            (
+                (turn.start, turn.end, turn.finish_reason, turn.cached_tokens, turn.seconds),
+                [(span.version, span.start, span.end) for span in turn.weight_versions],
+            )
+            for turn in segment.turns
+        ],
+        [(image.start, image.end, image.sha256, image.media_type) for image in segment.images],
+        None if experts is None else (experts.layers, experts.topk, experts.id_bytes),
+    ]
 
 
 def _logprobs(segment: Segment) -> bytes:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import nan
 
 import pytest
+from pydantic.dataclasses import dataclass
 
 from agent_wrapper.contract import (
     ContractError,
@@ -106,6 +107,8 @@ ALTERED = {
     "a logprob left out": segment(logprobs=[None, None, None, -0.0]),
     "the mask": segment(response_mask=[0, 0, 0, 1], turns=[replace(TURN, start=3, weight_versions=())]),
     "a weight version": segment(turns=[replace(TURN, weight_versions=(VersionSpan(version="8", start=2, end=4),))]),
+    "a turn's seconds": segment(turns=[replace(TURN, seconds=1.0)]),
+    "a turn's cached tokens": segment(turns=[replace(TURN, cached_tokens=None)]),
     "a finish reason": segment(turns=[replace(TURN, finish_reason="length")]),
     "how it began": segment(split_reason="branched"),
     "a message": segment(messages=[{"role": "user", "content": "ha"}]),
@@ -164,9 +167,24 @@ def test_different_secrets_have_different_fingerprints():
     assert Sealer(SECRET).fingerprints == SEALER.fingerprints != Sealer("x" * 48).fingerprints
 
 
+def test_a_field_that_is_added_to_the_contract_leaves_seals_valid():
+    @dataclass(frozen=True, kw_only=True)
+    class LaterTurn(Turn):
+        queued_s: float = 1.0
+
+    class LaterSegment(Segment):
+        turns: tuple[LaterTurn, ...] = ()
+        note: str = "new"
+
+    fields = segment().model_dump()
+    later = LaterSegment.model_validate(fields)
+    assert later.model_dump()["turns"][0]["queued_s"] == 1.0
+    assert digest_of([later]) == digest_of([segment()])
+
+
 def test_the_digest_without_images_is_unchanged():
     seen = segment(logprobs=[None, None, -0.25, -0.5], messages=[{"role": "user", "content": "h"}])
     spans = (VersionSpan(version="7", start=2, end=4),)
     turn = Turn(start=2, end=4, finish_reason="stop", weight_versions=spans, cached_tokens=0)
     found = digest_of([seen.model_copy(update={"turns": (turn,)})])
-    assert found == "f8de2fe756ed2b975efe47f19ca05e478eddea2ed635b4d84a741e69b1906e12"
+    assert found == "f13b7ed7d204e0d856f1496e44b9c2b0d49cb63b0dda7f053093268a3ee6a895"
