@@ -26,7 +26,7 @@ from tokenizers import pre_tokenizers
 from rollout_backend.rendering.chatml import ChatMLRenderer
 from rollout_backend.rendering.image_positions import Vision
 from rollout_backend.rendering.reasoning import THINK, Markers
-from rollout_backend.rendering.token_bytes import decode, token_bytes
+from rollout_backend.rendering.token_bytes import any_of, decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, NOTHING, USABLE, CallFormat, loads, read_calls
 
 Message = Mapping[str, Any]
@@ -96,8 +96,8 @@ class GuardedRenderer:
         self._ignored_start = tokenizer.convert_tokens_to_ids("<|python_tag|>") if is_llama else None
         self._is_harmony = any(token.content == "<|channel|>" for token in added)
         control = [token.content for token in added if token.special or _CONTROL.fullmatch(token.content)]
-        self._control = _any_of(control)
-        self._control_or_frame = _any_of(
+        self._control = any_of(control)
+        self._control_or_frame = any_of(
             [*control, *(token.content for token in added if _FRAME.fullmatch(token.content))]
         )
         self._marks = not encodes_text
@@ -435,15 +435,6 @@ class RendererBundle:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, including the names of special tokens."""
         return decode(self.tokenizer, ids)
-
-
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Match any of the names, the longest first. Grouped by prefix, because vocabularies may have thousands."""
-    groups: dict[str, list[str]] = {}
-    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
-        groups.setdefault(name[:2], []).append(re.escape(name[2:]))
-    patterns = (f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in groups.items())
-    return re.compile("|".join(patterns) or r"(?!)")
 
 
 def _mark(value: Any, names: re.Pattern[str]) -> Any:

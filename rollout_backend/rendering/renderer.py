@@ -47,6 +47,7 @@ from rollout_backend.rendering.guarded_renderer import GuardedRenderer, Renderer
 from rollout_backend.rendering.image_positions import load_vision
 from rollout_backend.rendering.reasoning import THINK, markers_in, split
 from rollout_backend.rendering.selection import Create, KnownModels, Selection, choose, complete
+from rollout_backend.rendering.text_encoder import accelerate
 from rollout_backend.rendering.token_bytes import decode, token_bytes
 from rollout_backend.rendering.tool_call_reader import FORMATS, USABLE, CallFormat, schema_of, typed_literals
 
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 # Renderers whose encoder never reads content as control tokens, so the guard need not prevent it.
 _ENCODES_TEXT = frozenset({"gpt-oss"})
+# Renderers that derive a token's message from its offset in the text, or else from decoding each token.
+_READS_OFFSETS = ("deepseek-v4", "hy3", "laguna")
 # OpenAI's encoder of gpt-oss needs this file and would download it.
 _VOCABULARY_FOLDER, _VOCABULARY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 # These match in the header of a gpt-oss message.
@@ -81,6 +84,9 @@ def load_renderer(model: ModelConfig) -> RendererBundle:
     log("messages are rendered for %s by %s: %s", model.path, name, choice.reason)
     stop_ids = tuple(dict.fromkeys(int(token) for token in [*inner.get_stop_token_ids(), *_eos_ids(model.folder)]))
     renderer = GuardedRenderer(inner, tokenizer, stop_ids, encodes_text=name in _ENCODES_TEXT)
+    if not name.startswith(_READS_OFFSETS):
+        # The others look this attribute up to compute offsets, which take most of their time and which nobody reads.
+        tokenizer.__call__ = None
     return RendererBundle(
         name, tokenizer, renderer, stop_ids, load_vision(model.folder, name, tokenizer), choice.reason
     )
@@ -108,7 +114,7 @@ def _load_tokenizer(model: ModelConfig) -> Any:
             "this process's keys and credentials, set model.trust_remote_code=true"
         )
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
@@ -116,6 +122,8 @@ def _load_tokenizer(model: ModelConfig) -> Any:
             f"model.path: {path} holds no tokenizer that loads (tokenizer.json and tokenizer_config.json are "
             f"needed): {error}"
         ) from None
+    accelerate(tokenizer)
+    return tokenizer
 
 
 def _make_renderer(tokenizer: Any, model: ModelConfig) -> tuple[Selection, Any]:

@@ -29,6 +29,15 @@ def decode(tokenizer: Any, ids: Iterable[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Match any of the names, the longest first. Grouped by prefix, because vocabularies may have thousands."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
+        groups.setdefault(name[:2], []).append(re.escape(name[2:]))
+    patterns = (f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in groups.items())
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
 def token_bytes(tokenizer: Any) -> Mapping[int, bytes]:
     """Return the bytes of every token, by token id."""
     is_byte_level = tokenizer.convert_tokens_to_string(["a", "\u0120a"]) == "a a"
