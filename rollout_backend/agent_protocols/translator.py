@@ -279,6 +279,8 @@ class PollingTranslator(Translator[PolledResults]):
         self._open.pop(session_id, None)
         if (poll := self._polls.get(session_id)) is not None:
             await asyncio.wait([poll], timeout=_POLL_ARRIVES_S)
+            # It may still wait until it may be sent, for example for the run's lease.
+            poll.cancel()
         return await super().stop(session_id)
 
     async def _candidates(self) -> list[str]:
@@ -306,11 +308,12 @@ class PollingTranslator(Translator[PolledResults]):
         session_id = request.session_id
         self._polls[session_id] = poll = asyncio.create_task(self._send(request))
         try:
-            answer = await poll
+            await asyncio.wait([poll])
         finally:
             poll.cancel()
             del self._polls[session_id]
-        if not self._protocol.has_ended(answer, request):
+        # `stop` cancels the poll of a session that it closes.
+        if poll.cancelled() or not self._protocol.has_ended(answer := poll.result(), request):
             raise ResultMissing(session_id)
         return answer, 0.0
 

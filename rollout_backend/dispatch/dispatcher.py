@@ -13,6 +13,7 @@ Which attempts are made, and what becomes of their sessions: see `step.rollout_t
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -92,14 +93,17 @@ class Dispatcher:
         stop_retry_s: float = 180.0,
         stop_wait: WaitBaseT = _STOP_PAUSE,
     ) -> None:
-        """`runtime` ends each call in time: see `TimedCalls`. `stop_retry_s` counts from a session's first stop that
-        failed; `stop_wait` is the pause between tries. If `runtime` is a `ResultSource`, a rollout without a result
-        is absent only after that source has answered."""
+        """`runtime` ends each call in time: see `TimedCalls`. A session is given up if its stops fail for
+        `stop_retry_s` while the runtime closes no other one, or refuses this one for other reasons than its rate.
+        `stop_wait` is the pause between tries. If `runtime` is a `ResultSource`, a rollout without a result is absent
+        only after that source has answered."""
         self._runtime = runtime
         self.calls = calls
         self.source = runtime if isinstance(runtime, ResultSource) else None
         self._stop_retry_s = stop_retry_s
         self._stop_wait = stop_wait
+        # When a stop last succeeded, in loop seconds.
+        self._stopped_at = -math.inf
         self.slots = asyncio.Semaphore(max_sessions)
 
     # --- invokes ------------------------------------------------------------------------------------------
@@ -134,11 +138,15 @@ class Dispatcher:
         """Return whether the session is closed; if not, the ledger names it as unclosed."""
         now = asyncio.get_running_loop().time
         failed_at: float | None = None
+        own_failures = 0
 
         def enough(state: RetryCallState) -> bool:
-            nonlocal failed_at
+            nonlocal failed_at, own_failures
             failed_at = now() if failed_at is None else failed_at
-            return state.attempt_number >= _LEAST_STOPS and now() - failed_at >= self._stop_retry_s
+            # A runtime that throttles, and closes other sessions meanwhile, closes this one in its turn.
+            own_failures += state.outcome is None or not isinstance(state.outcome.exception(), Throttled)
+            since = failed_at if own_failures >= _LEAST_STOPS else max(failed_at, self._stopped_at)
+            return state.attempt_number >= _LEAST_STOPS and now() - since >= self._stop_retry_s
 
         try:
             stopped = await retry(
@@ -155,4 +163,6 @@ class Dispatcher:
         """Send one stop, when it is its turn. Returns like `SessionCalls.stop`. Raises RuntimeCallError."""
         await self.calls.admit(call)
         with self.calls.track(call, ledger.stops):
-            return await self._runtime.stop(session_id)
+            stopped = await self._runtime.stop(session_id)
+        self._stopped_at = asyncio.get_running_loop().time()
+        return stopped

@@ -149,7 +149,8 @@ class Step:
         for group in groups:
             why = self._services.blocklist.block_reason(group.task)
             for rollout in group.rollouts:
-                if why is not None:
+                # A result that is being scored counts.
+                if why is not None and rollout.scoring is None:
                     rollout.settle(Outcome.INFRA_ERROR, TASK_BLOCKED, why)
                 rollout.start()
 
@@ -246,13 +247,11 @@ class Step:
         for session_id in [*self.ledger.open_sessions]:
             self._sessions.close_later(session_id)
         await self._sessions.wait_closed()
-        recorded = True
-        if running:
+        # Otherwise earlier trainers' sessions may be open, and the next trainer needs the records.
+        if self._sessions.earlier_known:
             manifest = self._plan.manifest
-            recorded = await self._plan.record_closed(manifest.attempts_before + manifest.attempts)
-        # Otherwise the next trainer needs the records.
-        if recorded and self._sessions.earlier_known:
-            self._services.in_flight.delete(self.step)
+            if not running or await self._plan.record_closed(manifest.attempts_before + manifest.attempts):
+                self._services.in_flight.delete(self.step)
 
     async def _leave(self) -> None:
         """Cancel this step's tasks without changing sessions, manifest or records."""

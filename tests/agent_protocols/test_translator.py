@@ -12,6 +12,7 @@ from agent_wrapper.contract import REQUEST_FIELD, Outcome, Rollout, RolloutReque
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from memory_store import MemoryStore
 from protocol_requests import KEY, make_request
+from rollout_backend.agent_protocols import translator
 from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
 from rollout_backend.agent_protocols.translator import BucketTranslator, PollingTranslator, Translator
 from rollout_backend.collect.buffer import MAX_KEYS
@@ -258,6 +259,31 @@ async def test_the_result_of_a_polled_agent_is_found_after_failed_polls():
     assert bench.polls[0] == {
         "_agentcore_runtime": {"version": 1, "operation": "get", "invocation_id": "session"},
     }
+
+
+async def test_a_poll_that_still_waits_to_be_sent_ends_with_its_session(monkeypatch):
+    monkeypatch.setattr(translator, "_POLL_ARRIVES_S", 0.01)
+    bench = PolledBench(state("in_progress"))
+    waits, may_be_sent = asyncio.Event(), asyncio.Event()
+    send = bench.translator._poll
+
+    async def held(session_id: str, payload: bytes) -> bytes:
+        waits.set()
+        await may_be_sent.wait()  # as for the lease of a run
+        return await send(session_id, payload)
+
+    bench.translator._poll = held
+    bench.watch()
+    async with asyncio.timeout(60), bench.running():
+        await waits.wait()
+        searching = asyncio.create_task(bench.translator.find_result("session", ended=False))
+        await bench.translator.stop("session")
+        assert await searching
+        may_be_sent.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    assert bench.stopped == ["session"]
+    assert bench.polls == []
 
 
 async def test_a_session_is_not_polled_after_its_stop():

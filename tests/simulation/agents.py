@@ -217,8 +217,8 @@ class Agents:
 
     def _forge(self, hostile: RolloutRequest) -> None:
         """Write an object for another rollout of the step, which a container can do with the agent's role."""
-        env, step = self._env, hostile.key.rpartition("/")[0]
-        others = [session.request for session in self._sessions.values() if session.request.key.startswith(step)]
+        env = self._env
+        others = [session.request for session in self._sessions.values() if session.request.step == hostile.step]
         others = [request for request in others if request.rollout_id != hostile.rollout_id]
         if not others:
             return
@@ -247,7 +247,7 @@ def calls_of(request: RolloutRequest) -> range:
 
 def segments_of(request: RolloutRequest, calls: Sequence[int]) -> tuple[Segment, ...]:
     """Return one conversation: each call has one given and three sampled tokens."""
-    ids = [Random(f"{request.rollout_id} {call}").randrange(1000) for call in calls for _ in range(4)]
+    ids = [token for call in calls for token in [Random(f"{request.rollout_id} {call}").randrange(1000)] * 4]
     spans = [VersionSpan(version="0", start=at, end=at + 3) for at in range(1, len(ids), 4)]
     turns = [Turn(start=s.start, end=s.end, finish_reason="stop", weight_versions=(s,)) for s in spans]
     segment = Segment.parse(

@@ -124,9 +124,9 @@ class Situation:
         return _SITUATIONS.get(seed % 12, cls())
 
 
-# Stragglers finish while most calls of S3 fail.
+# Stragglers finish while most calls of S3 fail. With silence, which costs a minute, no step would end in time.
 _STRAGGLERS = Situation(
-    {"s3": 0.8, "announce_lost": 0.2, "slow_gets": 0.0, "kill": 0.0},
+    {"s3": 0.8, "silent_s3": 0.0, "announce_lost": 0.2, "slow_gets": 0.0, "kill": 0.0},
     {"straggler_after": 0.5, "straggler_factor": 1.0, "size": 4, "target_groups": None},
 )
 # Refused invokes open sessions nevertheless.
@@ -138,5 +138,5 @@ _RETRAINED = Situation(
 # Agents leave their results somewhere else than under their rollouts' keys.
 _OWN_SOURCE = {"queue_off": 1.0, "slow_gets": 0.0, "forged": 0.0, "junk": 0.0}
 _POLLED = Situation({**_OWN_SOURCE, "unavailable": 0.7}, protocol="agentcore-runtime-app")
-_WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8}, protocol="agentcore-rl-toolkit")
+_WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8, "silent_s3": 0.0}, protocol="agentcore-rl-toolkit")
 _SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 4: _POLLED, 10: _WRITTEN, 11: _OPENED}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache, partial
 from typing import NoReturn
 
 from agent_wrapper.contract import Rollout
@@ -42,6 +43,7 @@ class Bucket:
                 self.outages[kind] = env.draw_times(60, 120)
         self.silent_outages = {kind for kind in self.outages if env.is_silent("outage")}
         self._holder = holder
+        self._decoded = lru_cache(maxsize=None)(partial(Rollout.decode, max_bytes=MAX_RESULT_BYTES))
 
     def put(self, key: str, body: bytes) -> None:
         """Write an object of a trainer."""
@@ -59,7 +61,7 @@ class Bucket:
 
     def result(self, key: str) -> Rollout:
         """Return the result that is stored under this key. Raises ContractError."""
-        return Rollout.decode(self.objects[key], MAX_RESULT_BYTES)
+        return self._decoded(self.objects[key])
 
     def is_out(self, kind: str) -> bool:
         """Return whether calls of this kind have an outage now."""

@@ -45,7 +45,8 @@ class SessionAudit:
     def starts(self, request: RolloutRequest) -> None:
         """Record that a session starts."""
         rollout_id = request.rollout_id
-        others = [other for other in self._sessions.values() if other.request.key == request.key]
+        step, sessions = request.step, self._sessions.values()
+        others = [each for each in sessions if each.request.rollout_id == rollout_id and each.request.step == step]
         self._evidence.wasted += [rollout_id for other in others if self._can_complete(other)]
         manifest = self._bucket.objects[manifest_key("", request.run_id, request.step)]
         if f'"{rollout_id}"' not in manifest.decode():

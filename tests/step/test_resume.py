@@ -6,11 +6,13 @@ import json
 import pytest
 
 from agent_wrapper.contract import Outcome, Sampling, Trajectory
-from builders import eventually
+from builders import eventually, skip
 from rollout_backend.core.manifest import Manifest, digest_of
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import ManifestError
+from rollout_backend.errors import ManifestError, StoreError
+from rollout_backend.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.step.task_blocklist import TaskBlocklist
 from rollouts import make_claims, make_manifest
 from step_bench import Agents, only
 
@@ -49,6 +51,50 @@ async def test_the_sessions_of_a_killed_trainer_are_closed_and_their_numbers_not
     bench.forget()
     await bench.run("a")
     assert bench.agents.stopped == [], "the second trainer ended normally and closed everything"
+
+
+def score(bench) -> None:
+    """Give the run a scorer, and a trainer that has just started."""
+    bench.forget()
+    store, run_id = bench.services.blocklist._store, bench.config.run_id
+
+    async def call(request: bytes) -> dict:
+        return {"scorer": "judge", "sha256": "a" * 64, "reward": 3.0}
+
+    bench.replace(
+        blocklist=TaskBlocklist(store, run_id, bench.config.group.block_task_after),
+        scorer=RolloutScorer(store, run_id, call, "judge", "a" * 64),
+    )
+
+
+async def test_a_step_that_cannot_read_all_earlier_results_does_not_call_earlier_sessions_closed(open_bench):
+    """It has read one result, which is being scored, when its time is over."""
+    bench = await open_bench()
+    await begin_and_die(bench, "a")
+    score(bench)
+    sweep = bench.services.buffer.sweep
+
+    async def sweep_in_part(sink) -> bool:
+        assert await sweep(sink)
+        skip(bench.config.timeouts.collection_s)
+        return False
+
+    bench.services.buffer.sweep = sweep_in_part
+    with pytest.raises(StoreError):
+        await bench.run("a")
+    assert bench.agents.requests == []
+    assert Manifest.parse(await bench.manifest()).attempts_closed == 0
+
+
+async def test_a_result_that_is_being_scored_counts_although_its_task_is_blocked_meanwhile(open_bench):
+    bench = await open_bench("group.block_task_after=1", "group.min_viable=1")
+    await begin_and_die(bench, "a", "b")
+    await bench.run("a", "b", number=1, behave=only("b", Agents.lose))
+    bench.agents.behave = Agents.complete
+    score(bench)
+    result = await bench.run("a", "b")
+    assert {rollout.rollout_id for rollout in result.rollouts} >= {"a.0", "a.1", "b.0"}
+    assert result.report.reasons == {"infra_error: task_blocked": 1}
 
 
 async def test_neither_ids_nor_order_of_the_tasks_matter(open_bench):
