@@ -5,8 +5,9 @@ Invariants:
 - Long work runs in threads, one unit of a session at a time. The session that has used the least recently goes first.
 - A session that has used more than its share waits before its next unit. Its share is half of an equal part of one
   core, at least `_MIN_RATE`, and it may use `_BURST_S` at once. Among many sessions, one therefore delays fewer than
-  one call in a hundred of the others, whatever it sends.
-- A session never waits for longer than `_MAX_PAUSE_S` at a time, and work that has begun is completed.
+  one call in a hundred of the others.
+- A session never waits for longer than `_MAX_PAUSE_S` at a time, and work that has begun is completed. A session of
+  long units, each above a hundredth of `_MAX_PAUSE_S`, therefore exceeds its share.
 """
 
 import asyncio
