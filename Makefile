@@ -16,7 +16,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 TRL := .venv-trl
 TRL_READY := $(TRL)/.ready
 
-.PHONY: demo test quick test-loaded test-slow test-all chaos train train-smoke bench results lint format audit setup engine \
+.PHONY: demo test quick test-loaded test-slow test-all chaos train train-service train-smoke bench results lint format audit setup engine \
   verl trl clients docs constraints clean
 
 # The engine of `make demo` and `make engine`: sglang or vllm.
@@ -85,6 +85,9 @@ chaos: setup  ## simulated runs with faults of every kind, in virtual time: `SEE
 
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py
+
+train-service: engine  ## a training service on the CPU trains a small model on sums, through Tinker's API
+	PATH="$(CURDIR)/$(RUN):$$PATH" $(RUN)/python examples/train_service/train.py
 
 train-smoke: engine verl  ## two steps of a tiny model, on both of verl's trainers and in a plain loop
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --work runs/smoke-v1
