@@ -40,8 +40,6 @@ from rollout_backend.step.rollout_task import RolloutTask, StepContext
 
 log = logging.getLogger(__name__)
 
-_ARCHIVED_S = 60.0
-
 _BACK_OFF = wait_exponential_jitter(multiplier=1.0, max=30.0)
 
 
@@ -205,9 +203,8 @@ class StepResults:
         self, *, seconds: float, began_at: float, closing_s: float, refused: int, deadline_reached: bool
     ) -> StepResult:
         """Return the result of a finished step. `refused` counts the buffer's refused messages."""
-        if self._archiving:
-            # If the disk does not respond, the local copies are lost. The archive reports it.
-            await asyncio.wait(map(asyncio.wrap_future, self._archiving), timeout=_ARCHIVED_S)
+        # If the disk does not respond, the local copies are lost.
+        await self._context.services.archive.wait(*self._archiving)
         while self._archiving:
             self._count_archived()
         ledger = self._context.ledger

@@ -62,6 +62,8 @@ class ResultArchive(Protocol):
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]: ...
 
+    async def wait(self, *writes: Future[Any]) -> None: ...
+
 
 class UrlSigner(Protocol):
     """Signs the URLs with which agents without credentials write their results. See `Presigner`."""

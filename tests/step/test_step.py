@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from builders import eventually, skip
 from rollout_backend.atomic_file import write_file
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError
+from rollout_backend.results import archive
 from rollout_backend.results.archive import RunArchive
 from rollout_backend.step.in_flight import InFlightLog, StepFiles
 from step_bench import Agents, only
@@ -44,6 +46,19 @@ async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, ca
     assert (completed(result), result.report.unarchived) == (4, 2)
     assert "No space left on device" in caplog.text
     assert sorted(path.name for path in folder.iterdir()) == ["task-b.0", "task-b.1"]
+
+
+async def test_a_disk_that_hangs_delays_a_step_by_the_archives_limit(open_bench, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(archive, "_DISK_S", 0.05)
+    free = threading.Event()
+    bench = await open_bench()
+    bench.replace(archive=RunArchive(tmp_path, lambda path, data: free.wait(120)))
+    try:
+        result = await bench.run("task-a")
+    finally:
+        free.set()
+    assert (completed(result), result.report.unarchived) == (2, 2)
+    assert "has not answered for 0.05 s" in caplog.text
 
 
 @pytest.mark.parametrize("refused", [frozenset({"append"}), frozenset({"append", "delete"}), frozenset({"delete"})])

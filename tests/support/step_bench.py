@@ -254,6 +254,9 @@ class Bench:
         written.set_result(True)
         return written
 
+    async def wait(self, *writes: Future[Any]) -> None:
+        """Wait for no write, as the run's archive: each is complete."""
+
     def replace(self, **services: Any) -> None:
         self.services = replace(self.services, **services)
 

@@ -81,6 +81,8 @@ class _Archive:
         done.set_result(True)
         return done
 
+    async def wait(self, *writes: Future[Any]) -> None: ...
+
 
 def virtual_services(
     config: RolloutConfig, store: MemoryStore, calls: SessionCalls, queue: CallQueue, **more: Any
