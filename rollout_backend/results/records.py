@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Self
 
 import numpy as np
@@ -123,6 +124,10 @@ class RolloutRecord(BaseModel, frozen=True):
         return self.result_at is not None and self.outcome is rollout.outcome
 
 
+# A record takes these fields as the ledger has them. An entry's deadline is in seconds of the loop's clock.
+_OF_THE_ENTRY = RolloutRecord.model_fields.keys() & {field.name for field in fields(LedgerEntry)} - {"deadline"}
+
+
 def _record_of(
     ledger: Ledger,
     entry: LedgerEntry,
@@ -130,27 +135,16 @@ def _record_of(
     result: ResultSummary | None = None,
     deadline: float | None = None,
 ) -> RolloutRecord:
-    return RolloutRecord(
-        step=ledger.step,
-        rollout_id=entry.rollout_id,
-        task_id=entry.task_id,
-        group_usable=ledger.groups[entry.task_id].usable,
-        is_replacement=entry.is_replacement,
-        outcome=entry.outcome,
-        reason=entry.reason,
-        message=entry.message,
-        trainable=entry.trainable,
-        attempts=entry.attempts,
-        session_ids=tuple(entry.session_ids),
-        log=(log_of(entry) or None) if entry.session_ids else None,
-        planned_at=entry.planned_at,
-        first_invoked_at=entry.first_invoked_at,
-        invoked_at=entry.invoked_at,
-        accepted_at=entry.accepted_at,
-        result_at=entry.arrived_at if entry.by_result else None,
-        settled_at=entry.settled_at,
-        result=result,
-        deadline=deadline,
+    return RolloutRecord.model_validate(
+        {name: getattr(entry, name) for name in _OF_THE_ENTRY}
+        | {
+            "step": ledger.step,
+            "group_usable": ledger.groups[entry.task_id].usable,
+            "log": (log_of(entry) or None) if entry.session_ids else None,
+            "result_at": entry.arrived_at if entry.by_result else None,
+            "result": result,
+            "deadline": deadline,
+        }
     )
 
 
