@@ -25,7 +25,7 @@ ENGINE ?= sglang
 demo: engine  ## 64 real rollouts of a real agent on this machine; `ENGINE=vllm` with vLLM
 	$(RUN)/rollout demo --engine $(ENGINE)
 
-# `make test ROOM=gateway` runs the tests of one folder of tests/, `ROOM=rendering/families` those of a folder in it.
+# `make test ROOM=model/gateway` runs the tests of one folder of tests/, `ROOM=model/rendering/families` those of a folder in it.
 ROOM ?=
 IN_VERL := $(filter verl verl/%,$(ROOM))
 # Files are spread over processes by ByFile in tests/conftest.py.
@@ -37,9 +37,9 @@ EXPLORE := --hypothesis-profile=explore
 unexport PYTHONDONTWRITEBYTECODE
 
 # dev's agent frameworks hold the SDKs back; users install the newest.
-SDK_TESTS := $(addprefix tests/,dialects/test_fields.py dialects/test_sdk_clients.py dialects/test_through_the_gateway.py \
-  agent_wrapper/test_app.py agent_wrapper/test_outcome.py gateway/test_server.py \
-  gateway/test_retries.py local/test_pytest_plugin.py relay/test_gateway.py)
+SDK_TESTS := $(addprefix tests/,model/dialects/test_fields.py model/dialects/test_sdk_clients.py model/dialects/test_through_the_gateway.py \
+  agent_wrapper/test_app.py agent_wrapper/test_outcome.py model/gateway/test_server.py \
+  model/gateway/test_retries.py workbench/local/test_pytest_plugin.py model/relay/test_gateway.py)
 MAIN_TESTS := $(RUN)/pytest $(FIXED)
 VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache
 # Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so four
@@ -52,7 +52,7 @@ wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((main | verl))
 endef
 
 ifeq ($(ROOM),)
-test: lint quick  ## lint, types and the quick tests, each invariant at least once; `ROOM=gateway` runs one folder
+test: lint quick  ## lint, types and the quick tests, each invariant at least once; `ROOM=model/gateway` runs one folder
 else
 test: setup $(if $(IN_VERL),verl)
 	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) --numprocesses 4 $(SPREAD) $(FIXED) -m "not slow and not engine" --durations 10

@@ -310,7 +310,7 @@ def preload_models() -> None:
 @functools.cache
 def _loader(data_path: str | None) -> Loader:
     """Cache botocore's service models, because loading those of S3 and SQS takes 0.3 s. A process that forks one
-    agent per session loads them once: see `rollout_backend.local.prefork`."""
+    agent per session loads them once: see `rollout_backend.workbench.local.prefork`."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)

@@ -7,5 +7,5 @@ entry point cannot be a module of `rollout_backend`: pytest would fail there bef
 from importlib.util import find_spec
 
 # The parent comes first, because find_spec raises for a submodule without it.
-_NEEDED = ("rollout_backend", "rollout_backend.local")
-pytest_plugins = ("rollout_backend.local.pytest_plugin",) if all(map(find_spec, _NEEDED)) else ()
+_NEEDED = ("rollout_backend", "rollout_backend.workbench.local")
+pytest_plugins = ("rollout_backend.workbench.local.pytest_plugin",) if all(map(find_spec, _NEEDED)) else ()

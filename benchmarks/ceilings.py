@@ -18,7 +18,7 @@ from common import HERE, arguments, cpu_s, kept_folder, serving, write
 from emulated_aws import ACCOUNT, ARN, SESSION
 
 from agent_wrapper.contract import REQUEST_FIELD
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
 
 
 class Caller(asyncio.Protocol):

@@ -23,7 +23,7 @@ from common import HERE, Unmeasured, arguments, compare, kept_folder, serving
 from emulated_aws import ARN
 from rivals.environments import command, environment
 
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
 
 AT_ONCE = 1e5  # sessions per second
 TIMEOUT_S = 400  # of one system and step

@@ -21,7 +21,7 @@ from typing import Any
 
 from agent_wrapper.contract import Segment, Turn
 from rollout_backend.errors import RolloutBackendError
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
 
 HERE = Path(__file__).parent.absolute()
 ROOT = HERE.parent

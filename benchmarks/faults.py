@@ -27,7 +27,7 @@ from faulty_agents import FaultyAgents
 from rivals.environments import PACKAGES, command, environment, version_of
 from rivals.harness import TOKENS, Truth
 
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
 from rollout_backend.testing.fault_proxy import FaultProxy
 
 GROUPS, GROUP = 8, 4

@@ -33,12 +33,12 @@ from tokenizers import Tokenizer
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.gateway.__main__ import allow_files
-from rollout_backend.gateway.engine.protocol import STREAM_INTERVAL
-from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.sessions import journal
-from rollout_backend.serving.install import find_model
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.gateway.__main__ import allow_files
+from rollout_backend.model.gateway.engine.protocol import STREAM_INTERVAL
+from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+from rollout_backend.model.gateway.sessions import journal
+from rollout_backend.model.serving.install import find_model
+from rollout_backend.model.serving.server_process import free_port
 
 SECRET, CONTROL_KEY = "benchmark-" * 4, "controlled-" * 4
 MODEL = "m"
@@ -217,7 +217,7 @@ class System:
         whole["expires_at"] = time.time() + 3600
         claims = (SessionClaims(rollout_id=name, session_id=name, **whole) for name in self.keys)
         self.keys = [issue(SECRET, each) for each in claims]
-        return [sys.executable, "-m", "rollout_backend.gateway"]
+        return [sys.executable, "-m", "rollout_backend.model.gateway"]
 
 
 async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:

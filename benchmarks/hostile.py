@@ -32,9 +32,9 @@ from common import HERE, Unmeasured, arguments, compare, cpu_s, kept_folder, ser
 from gateway import MODEL, Conversation, System, tool
 from load_generator import Session
 
-from rollout_backend.gateway.__main__ import allow_files
-from rollout_backend.serving.install import find_model
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.gateway.__main__ import allow_files
+from rollout_backend.model.serving.install import find_model
+from rollout_backend.model.serving.server_process import free_port
 
 SESSIONS, RATE, LATENCY_S = 63, 60.0, 0.02
 ROUNDS, TURNS, WARM_S = 4, 5, 3.0

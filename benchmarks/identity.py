@@ -29,7 +29,7 @@ from tiny_learner import fit_sums
 from verl_training import Sums, Training
 from wrapped_agents import WrappedAgents
 
-from rollout_backend.results.step_report import StepReport
+from rollout_backend.run.accounts.step_report import StepReport
 
 VERL, OURS, KILLED = "verl", "ours", "ours, killed"
 TRAINERS = ("v1", "legacy")

@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.dataset.rl_dataset import RLHFDataset as RLHFDataset
 
 from rollout_backend.core.earlier_batches import batch_number
-from rollout_backend.gateway.engine.protocol import reply_seed
+from rollout_backend.model.gateway.engine.protocol import reply_seed
 from rollout_backend.verl.dataset import PayloadDataset as PayloadDataset
 
 COLUMNS = (

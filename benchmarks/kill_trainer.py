@@ -31,11 +31,11 @@ import yaml
 from agent_wrapper.contract import parse_result_key, step_prefix
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
 
 RUN = "killed"
 READY = "the trainer is ready"

@@ -31,7 +31,7 @@ from tiny_learner import fit_sums
 from verl_training import Sums, Training, averages, parts_of
 from wrapped_agents import WrappedAgents
 
-from rollout_backend.results.archive import RunArchive
+from rollout_backend.run.accounts.archive import RunArchive
 
 VERL, OURS = "verl", "ours"
 KINDS = {  # of the processes of a training, by a part of their command
@@ -40,8 +40,8 @@ KINDS = {  # of the processes of a training, by a part of their command
     "ray::WorkerDict": "trainer's worker",
     "ray::AgentLoopWorker": "verl's agent loop",
     "ray::RewardLoopWorker": "verl's agent loop",
-    "rollout_backend.gateway": "gateway",
-    "rollout_backend.janitor": "janitor",
+    "rollout_backend.model.gateway": "gateway",
+    "rollout_backend.run.janitor": "janitor",
     "sglang_router": "router",
     "sglang": "engine",
     "SGLang": "engine",

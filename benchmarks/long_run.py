@@ -30,17 +30,17 @@ from typing import Any, NamedTuple
 from common import Table, drawing, resident_bytes, stat_of, write_section
 from kill_trainer import AGENT, lines_of, steps_of, stored_and_run_again, train, write_settings
 
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.local.session_pool import EmulatorLimits
-from rollout_backend.serving.local_engine import LocalEngine, LocalEngineFactory
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.local_engine import LocalEngine, LocalEngineFactory
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.scripted import ScriptedEngine
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
 
 KILLED = {  # processes, by a part of their command
     "trainer": b"--trainer",
-    "gateway": b"rollout_backend.gateway",
+    "gateway": b"rollout_backend.model.gateway",
     "engine": b"--engine",
-    "janitor": b"rollout_backend.janitor",
+    "janitor": b"rollout_backend.run.janitor",
 }
 POINTS = 120  # of a line in the picture
 TASKS = 4  # in a step, with two rollouts each

@@ -27,7 +27,7 @@ from wrapped_agents import SessionRecord, WrappedAgents, backend_settings
 
 from agent_wrapper import RolloutContext
 from rollout_backend import RolloutManager, Task, load_config
-from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 OURS, AS_0, DROPPED = "ours", "lost as 0", "groups dropped"
 PROMPT, READ, ANSWERS, NOTHING = "1 or 2?", "?", ("1", "2"), "-"

@@ -29,9 +29,9 @@ from verl_training import Training, batch_overrides
 
 from agent_wrapper.contract import Rollout
 from rollout_backend import RolloutManager, Task, load_config
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
-from rollout_backend.results.archive import RunArchive
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 
 TRANSCRIPTS = 256
 TIMEOUTS = {"model_call_s": 600, "agent_s": 900, "collection_s": 1800, "session_key_s": 2400}  # only end hangs

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend import RolloutManager, StepResult, Task
-from rollout_backend.local.tiny_model import make_tiny_model
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 
 BATCH, LEARNING_RATE, MAX_STEPS = 16, 3e-3, 1500
 KNOWN = 0.95  # mean probability of the right answer at which the model knows the sums

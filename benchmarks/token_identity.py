@@ -25,14 +25,14 @@ from common import Table, arguments
 from agent_wrapper.contract import Sampling, Segment, Trajectory
 from rollout_backend.config import EngineName, ModelConfig, ServingConfig
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.gateway.gateway_settings import GatewaySettings
-from rollout_backend.gateway.server import create_app
-from rollout_backend.rendering.chatml import ChatMLRenderer
-from rollout_backend.rendering.guarded_renderer import RendererBundle
-from rollout_backend.rendering.renderer import load_renderer
-from rollout_backend.serving.install import find_engine, find_model
-from rollout_backend.serving.local_engine import LocalEngine
-from rollout_backend.serving.run_secret import model_endpoint
+from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+from rollout_backend.model.gateway.server import create_app
+from rollout_backend.model.rendering.chatml import ChatMLRenderer
+from rollout_backend.model.rendering.guarded_renderer import RendererBundle
+from rollout_backend.model.rendering.renderer import load_renderer
+from rollout_backend.model.serving.install import find_engine, find_model
+from rollout_backend.model.serving.local_engine import LocalEngine
+from rollout_backend.model.serving.run_secret import model_endpoint
 from rollout_backend.testing.forward_pass import reference_logprobs
 
 AT_ONCE = 8

@@ -18,9 +18,9 @@ from typing import Any
 from common import arguments, compare
 from verl_training import Training, averages, example, parts_of
 
-from rollout_backend.local.cloud import LocalCloud, LocalStorage
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.model.serving.server_process import ServerProcess, free_port
+from rollout_backend.workbench.local.cloud import LocalCloud, LocalStorage
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 
 Logged = list[dict[str, Any]]
 

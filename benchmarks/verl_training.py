@@ -13,7 +13,7 @@ from common import HERE, ROOT
 from tiny_learner import question
 from wrapped_agents import WrappedAgents, backend_settings
 
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
 
 sys.path.append(str(ROOT / "examples" / "train_arithmetic"))
 import train as example

@@ -38,7 +38,7 @@ from agent_wrapper.contract import (
     Sampling,
     Trajectory,
 )
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
 
 TOKENS = 16_000  # of a trajectory
 FLOOR = """

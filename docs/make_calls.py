@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout_backend.deploy.calls import ADOPT, BUILD, DEPLOY, DOWN, Call
+from rollout_backend.workbench.deploy.calls import ADOPT, BUILD, DEPLOY, DOWN, Call
 
 PAGE = Path(__file__).with_name("deploy.md")
 _BEGIN, _END = "<!-- calls: python docs/make_calls.py -->", "<!-- end of calls -->"

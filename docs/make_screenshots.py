@@ -30,15 +30,15 @@ from agent_wrapper.contract import Outcome  # noqa: E402
 from chromium import run_chromium  # noqa: E402
 from made_runs import MadeRun, make_run  # noqa: E402
 from rollout_backend.core.ledger import Phase  # noqa: E402
-from rollout_backend.gateway.stats import GatewayStats  # noqa: E402
-from rollout_backend.results.cost import Prices, Usage  # noqa: E402
-from rollout_backend.results.findings import FailureCount  # noqa: E402
-from rollout_backend.results.page.report import write_report  # noqa: E402
-from rollout_backend.results.progress import LastResult, Progress  # noqa: E402
-from rollout_backend.results.terminal.live_view import History, Snapshot, frame  # noqa: E402
-from rollout_backend.serving.engine_fleet import ServerState  # noqa: E402
-from rollout_backend.serving.install import find_model  # noqa: E402
-from rollout_backend.serving.model_serving import RunPhase  # noqa: E402
+from rollout_backend.model.gateway.stats import GatewayStats  # noqa: E402
+from rollout_backend.model.serving.engine_fleet import ServerState  # noqa: E402
+from rollout_backend.model.serving.install import find_model  # noqa: E402
+from rollout_backend.model.serving.model_serving import RunPhase  # noqa: E402
+from rollout_backend.run.accounts.cost import Prices, Usage  # noqa: E402
+from rollout_backend.run.accounts.findings import FailureCount  # noqa: E402
+from rollout_backend.run.accounts.progress import LastResult, Progress  # noqa: E402
+from rollout_backend.views.page.report import write_report  # noqa: E402
+from rollout_backend.views.terminal.live_view import History, Snapshot, frame  # noqa: E402
 
 WIDTH = 1280
 

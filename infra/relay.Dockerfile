@@ -14,9 +14,10 @@ ENV PYTHONUNBUFFERED=1 \
 RUN useradd --create-home --uid 1000 relay
 COPY pyproject.toml README.md constraints/relay.txt /relay/
 COPY rollout_backend/__init__.py rollout_backend/py.typed /relay/rollout_backend/
-COPY rollout_backend/addresses.py rollout_backend/fair_queue.py rollout_backend/logs.py /relay/rollout_backend/
-COPY rollout_backend/retry.py rollout_backend/waiting_connections.py /relay/rollout_backend/
-COPY rollout_backend/relay /relay/rollout_backend/relay
+COPY rollout_backend/base/__init__.py rollout_backend/base/addresses.py rollout_backend/base/fair_queue.py /relay/rollout_backend/base/
+COPY rollout_backend/base/logs.py rollout_backend/base/retry.py rollout_backend/base/waiting_connections.py /relay/rollout_backend/base/
+COPY rollout_backend/model/__init__.py /relay/rollout_backend/model/
+COPY rollout_backend/model/relay /relay/rollout_backend/model/relay
 COPY agent_wrapper /relay/agent_wrapper
 RUN pip install --require-hashes --requirement /relay/relay.txt \
     && pip install --no-deps --no-build-isolation /relay
@@ -24,4 +25,4 @@ RUN pip install --require-hashes --requirement /relay/relay.txt \
 USER 1000
 WORKDIR /home/relay
 EXPOSE 8080
-ENTRYPOINT ["python", "-m", "rollout_backend.relay", "--host", "0.0.0.0"]
+ENTRYPOINT ["python", "-m", "rollout_backend.model.relay", "--host", "0.0.0.0"]

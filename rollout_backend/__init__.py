@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from rollout_backend.errors import WeightsMismatch as WeightsMismatch
     from rollout_backend.errors import WeightUpdateFailed as WeightUpdateFailed
     from rollout_backend.manager import RolloutManager as RolloutManager
-    from rollout_backend.results.progress import Progress as Progress
-    from rollout_backend.results.step_report import GroupResult as GroupResult
-    from rollout_backend.results.step_report import StepReport as StepReport
-    from rollout_backend.results.step_report import StepResult as StepResult
-    from rollout_backend.serving.adapters import AdapterUpdate as AdapterUpdate
-    from rollout_backend.serving.weights import WeightUpdate as WeightUpdate
+    from rollout_backend.model.serving.adapters import AdapterUpdate as AdapterUpdate
+    from rollout_backend.model.serving.weights import WeightUpdate as WeightUpdate
+    from rollout_backend.run.accounts.progress import Progress as Progress
+    from rollout_backend.run.accounts.step_report import GroupResult as GroupResult
+    from rollout_backend.run.accounts.step_report import StepReport as StepReport
+    from rollout_backend.run.accounts.step_report import StepResult as StepResult
 
 _MODULES = {
     "rollout_backend.manager": ("RolloutManager",),
-    "rollout_backend.results.progress": ("Progress",),
-    "rollout_backend.serving.adapters": ("AdapterUpdate",),
-    "rollout_backend.serving.weights": ("WeightUpdate",),
+    "rollout_backend.run.accounts.progress": ("Progress",),
+    "rollout_backend.model.serving.adapters": ("AdapterUpdate",),
+    "rollout_backend.model.serving.weights": ("WeightUpdate",),
     "rollout_backend.config": ("RolloutConfig", "load_config"),
     "rollout_backend.core.tasks": ("Task", "read_tasks"),
-    "rollout_backend.results.step_report": ("StepResult", "StepReport", "GroupResult"),
+    "rollout_backend.run.accounts.step_report": ("StepResult", "StepReport", "GroupResult"),
     "agent_wrapper.contract": ("Rollout", "Outcome", "Segment", "Turn", "Sampling"),
     "rollout_backend.errors": (
         "RolloutBackendError",

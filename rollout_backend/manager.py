@@ -32,7 +32,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agent_wrapper.contract import MAX_STEP, Sampling
-from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.base.garbage_collection import rare_full_collections
+from rollout_backend.base.local_keys import bypass_proxies
+from rollout_backend.base.logs import log_fields, report_failure
+from rollout_backend.base.retry import log_retry, repeat, retry_until
+from rollout_backend.base.tracing import Span, SpanSender
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
@@ -40,34 +44,30 @@ from rollout_backend.core.ledger import Phase
 from rollout_backend.core.lineage import Lineage
 from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.core.tasks import Task, check_private, check_unique, planned_rollouts
-from rollout_backend.dispatch.ramp import check_ramp
 from rollout_backend.errors import CircuitOpen, ConfigError, RolloutBackendError, RunHeld, ServingError, StoreError
-from rollout_backend.garbage_collection import rare_full_collections
-from rollout_backend.local_keys import bypass_proxies
-from rollout_backend.logs import log_fields, report_failure
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.progress import FirstCall, Progress
-from rollout_backend.results.records import RolloutRecord
-from rollout_backend.results.rollout_spans import rollout_spans
-from rollout_backend.results.run_info import RUNS_S, TRAINERS, RunStart, RunState, StartedBy
-from rollout_backend.results.step_report import GroupResult, StepResult
-from rollout_backend.retry import log_retry, repeat, retry_until
-from rollout_backend.run_services import RunServices
-from rollout_backend.serving.adapters import AdapterUpdate
-from rollout_backend.serving.engine import reported_version
-from rollout_backend.serving.engine_fleet import ServerState
-from rollout_backend.serving.model_serving import RunPhase
-from rollout_backend.serving.supervisor import ServingEvent, cancel_all
-from rollout_backend.serving.weights import WeightUpdate
-from rollout_backend.step.step import Step
-from rollout_backend.tracing import Span, SpanSender
+from rollout_backend.model.serving.adapters import AdapterUpdate
+from rollout_backend.model.serving.engine import reported_version
+from rollout_backend.model.serving.engine_fleet import ServerState
+from rollout_backend.model.serving.model_serving import RunPhase
+from rollout_backend.model.serving.supervisor import ServingEvent, cancel_all
+from rollout_backend.model.serving.weights import WeightUpdate
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.run.accounts.progress import FirstCall, Progress
+from rollout_backend.run.accounts.records import RolloutRecord
+from rollout_backend.run.accounts.rollout_spans import rollout_spans
+from rollout_backend.run.accounts.run_info import RUNS_S, TRAINERS, RunStart, RunState, StartedBy
+from rollout_backend.run.accounts.step_report import GroupResult, StepResult
+from rollout_backend.run.collect.manifest_store import ManifestStore
+from rollout_backend.run.dispatch.ramp import check_ramp
+from rollout_backend.run.services import RunServices
+from rollout_backend.run.step.step import Step
 
 # Only a run with metrics loads prometheus_client.
 if TYPE_CHECKING:
     import torch
 
-    from rollout_backend.gateway.stats import GatewayStats
-    from rollout_backend.results.metrics import RunMetrics
+    from rollout_backend.model.gateway.stats import GatewayStats
+    from rollout_backend.run.accounts.metrics import RunMetrics
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RolloutManager:
         self._on_serving = on_serving
         self._metrics: RunMetrics | None = None
         if config.observe.metrics_port is not None:
-            from rollout_backend.results.metrics import RunMetrics
+            from rollout_backend.run.accounts.metrics import RunMetrics
 
             self._metrics = RunMetrics(config)
         self._traces: SpanSender | None = None
@@ -206,7 +206,7 @@ class RolloutManager:
     async def _serve_metrics(self, stack: AsyncExitStack) -> None:
         if self._metrics is None:
             return
-        from rollout_backend.results.metrics import serve_metrics
+        from rollout_backend.run.accounts.metrics import serve_metrics
 
         serving = serve_metrics(self.config.observe, self._metrics, self._update_metrics)
         self._on_status(f"metrics: {await stack.enter_async_context(serving)}")

@@ -22,8 +22,8 @@ import rollouts
 from agent_servers import serve_agent
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.local.cloud import LocalStorage
 from rollout_backend.testing.fault_proxy import FaultProxy
+from rollout_backend.workbench.local.cloud import LocalStorage
 
 pytest_plugins = ["gateway_fixtures"]  # in tests/support
 
@@ -71,10 +71,10 @@ LONGEST = ("e2e", "infra", "serving", "simulation")  # folders of tests/ with th
 # process, so not at the same time.
 GROUPS = {
     "real engine": (
-        "tests/gateway/test_real_engine.py",
-        "tests/gateway/test_token_identity.py",
+        "tests/model/gateway/test_real_engine.py",
+        "tests/model/gateway/test_token_identity.py",
     ),
-    "tokenizers": ("tests/rendering/families/",),
+    "tokenizers": ("tests/model/rendering/families/",),
     "several engines": (
         "tests/e2e/test_killed_machine.py",
         "tests/e2e/test_new_weights.py",

@@ -29,14 +29,14 @@ from agent_wrapper.contract import Announcement, ContractError, Rollout, readabl
 from agent_wrapper.contract.codec import unpack
 from agent_wrapper.shared.redaction import without_secrets
 from agent_wrapper.shared.workspace import unpack_folder
+from rollout_backend.base.logs import RepeatFilter
 from rollout_backend.core.model_call import ApiError, ModelCall
-from rollout_backend.dialects.base import RequestMemo
-from rollout_backend.dialects.registry import DIALECTS
-from rollout_backend.gateway.sessions.conversations import Conversations
-from rollout_backend.logs import RepeatFilter
-from rollout_backend.rendering.reply import read_reply
-from rollout_backend.rendering.segments import Completion, SegmentRecorder
-from rollout_backend.rendering.tool_call_reader import HERMES, read_calls
+from rollout_backend.model.dialects.base import RequestMemo
+from rollout_backend.model.dialects.registry import DIALECTS
+from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.rendering.reply import read_reply
+from rollout_backend.model.rendering.segments import Completion, SegmentRecorder
+from rollout_backend.model.rendering.tool_call_reader import HERMES, read_calls
 
 SIZE = 64 * 1024
 CALL = ModelCall("m", (), tools=[{"type": "function", "function": {"name": "f"}}])
@@ -215,6 +215,6 @@ def test_a_call_takes_no_more_work_after_many_calls(lengths):
 
 def test_a_reply_writes_no_warnings_to_the_log():
     read = 'typed("[" + "1if 1else " * 2_000 + "1]", {"type": "array"}, None)'
-    program = f"from rollout_backend.rendering.tool_call_reader import typed; {read}"
+    program = f"from rollout_backend.model.rendering.tool_call_reader import typed; {read}"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stderr
     assert "SyntaxWarning" not in said

@@ -10,12 +10,12 @@ import pytest
 
 from agent_wrapper.command import run_to_end
 from agent_wrapper.shared import processes
-from rollout_backend.child_process import run_child
+from rollout_backend.base.child_process import run_child
 from rollout_backend.config import ScoringConfig
-from rollout_backend.deploy import image
-from rollout_backend.local.spawner import PreforkSpawner
-from rollout_backend.scoring.worker_pool import WorkerPool
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.run.scoring.worker_pool import WorkerPool
+from rollout_backend.workbench.deploy import image
+from rollout_backend.workbench.local.spawner import PreforkSpawner
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 

@@ -13,7 +13,7 @@ MODULES = sorted(
     path
     for package in ("agent_wrapper", "rollout_backend")
     for path in (ROOT / package).rglob("*.py")
-    if path.relative_to(ROOT).parts[1] not in ("local", "testing")
+    if {"local", "testing"}.isdisjoint(path.relative_to(ROOT).parts[1:3])
 )
 
 BACKEND = [path for path in MODULES if path.is_relative_to(ROOT / "rollout_backend")]
@@ -44,8 +44,8 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 GROUPS, REPORTING = ("tasks", "group", "searching"), ("self.archive.submit", "self._writer.submit", "self.submit")
 CAUGHT = {
     "agent_wrapper/app.py": "self._prepare, self._send_heartbeats and OrphanReaper.run catch every error",
-    "rollout_backend/run_services.py": "`failure` reads the errors of `background` for each step",
-    "rollout_backend/scoring/worker.py": "the worker's loop runs until `serving` ends",
+    "rollout_backend/run/services.py": "`failure` reads the errors of `background` for each step",
+    "rollout_backend/run/scoring/worker.py": "the worker's loop runs until `serving` ends",
 }
 """Modules with tasks whose errors are seen elsewhere."""
 STARTS = ("create_task", "ensure_future", "submit", "run_coroutine_threadsafe")
@@ -165,26 +165,28 @@ def has_total(session: ast.Call, constants: dict[str, str]) -> bool:
 
 
 LIMITED = {
-    "agent_protocols/translator.py": {"invoke", "stop"},  # `TimedCalls` is inside
-    "aws/repeated_call.py": {"_send"},  # `HTTPSession` limits each request
-    "checks/preflight.py": {"check"},  # each adapter limits its checks, some of which wait for a deployment
-    "deploy/deployment.py": {"run_smoke_rollout", "_invoke"},  # `AgentCoreRuntime` calls AWS
-    "dispatch/dispatcher.py": {"submit", "stop_once"},  # `TimedCalls` is inside
-    "gateway/engine/client.py": {"_post_abort"},  # `_end` limits the aborts that it sends
-    "gateway/session_share.py": {"turn"},  # waits for a place among the session's own calls
-    "janitor/janitor_process.py": {"invoke", "stop"},  # `TimedCalls` is outside
-    "relay/dialer.py": {"_forward"},  # `_call` limits each call
-    "relay/exchange.py": {"receive", "send_now", "_write"},  # the heartbeat of a WebSocket ends a silent one
-    "relay/relay_server.py": {"dialer"},  # answers a request, and calls nobody
-    "run_lease.py": {"invoke", "stop"},  # `TimedCalls` is inside
-    "run_services.py": {"_start"},  # each adapter limits its checks, some of which wait for a deployment
-    "runtimes/kubernetes/api.py": {"_request"},  # the session has a total timeout, a watch one between its events
+    "agents/protocols/translator.py": {"invoke", "stop"},  # `TimedCalls` is inside
+    "base/aws/repeated_call.py": {"_send"},  # `HTTPSession` limits each request
+    "run/checks/preflight.py": {"check"},  # each adapter limits its checks, some of which wait for a deployment
+    "workbench/deploy/deployment.py": {"run_smoke_rollout", "_invoke"},  # `AgentCoreRuntime` calls AWS
+    "run/dispatch/dispatcher.py": {"submit", "stop_once"},  # `TimedCalls` is inside
+    "model/gateway/engine/client.py": {"_post_abort"},  # `_end` limits the aborts that it sends
+    "model/gateway/session_share.py": {"turn"},  # waits for a place among the session's own calls
+    "run/janitor/janitor_process.py": {"invoke", "stop"},  # `TimedCalls` is outside
+    "model/relay/dialer.py": {"_forward"},  # `_call` limits each call
+    "model/relay/exchange.py": {"receive", "send_now", "_write"},  # the heartbeat of a WebSocket ends a silent one
+    "model/relay/relay_server.py": {"dialer"},  # answers a request, and calls nobody
+    "run/lease.py": {"invoke", "stop"},  # `TimedCalls` is inside
+    "run/services.py": {"_start"},  # each adapter limits its checks, some of which wait for a deployment
+    "agents/runtimes/kubernetes/api.py": {
+        "_request"
+    },  # the session has a total timeout, a watch one between its events
     # `KubernetesApi` limits each call, and `run_verifier` the wait for its container.
-    "scoring/verifier_jobs.py": {"_run", "stop", "stop_earlier"},
+    "run/scoring/verifier_jobs.py": {"_run", "stop", "stop_earlier"},
     # Sessions with a total timeout, and `control_client`, which limits its block.
-    "serving/engine.py": {"_is_ok", "_post", "pause_generation", "reported_version"},
-    "serving/gateway_fleet.py": {"start_server"},  # each gateway limits its own start
-    "serving/weights.py": {"load_weights", "post"},  # `control_client` limits its block
+    "model/serving/engine.py": {"_is_ok", "_post", "pause_generation", "reported_version"},
+    "model/serving/gateway_fleet.py": {"start_server"},  # each gateway limits its own start
+    "model/serving/weights.py": {"load_weights", "post"},  # `control_client` limits its block
 }
 """Functions whose calls are limited elsewhere, or wait for no client."""
 
@@ -218,7 +220,7 @@ def test_one_module_makes_the_clients_of_aws():
     }
     assert made == {
         "agent_wrapper/publish.py",
-        "rollout_backend/aws/clients.py",
-        "rollout_backend/janitor/__main__.py",
-        "rollout_backend/runtimes/agentcore/cleanup.py",
+        "rollout_backend/base/aws/clients.py",
+        "rollout_backend/run/janitor/__main__.py",
+        "rollout_backend/agents/runtimes/agentcore/cleanup.py",
     }

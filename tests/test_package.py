@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import rollout_backend
-from rollout_backend.child_process import find_uv
+from rollout_backend.base.child_process import find_uv
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,23 +36,23 @@ DISTRIBUTIONS = {
 }
 FOLDERS = {  # and modules, with the extra that they need; those that are not here need `trainer`
     "agent_wrapper": "agent",
-    "rollout_backend/deploy": "deploy",
-    "rollout_backend/local": "local",
-    "rollout_backend/relay": "relay",
-    "rollout_backend/results/inspect_logs.py": "inspect",
+    "rollout_backend/workbench/deploy": "deploy",
+    "rollout_backend/workbench/local": "local",
+    "rollout_backend/model/relay": "relay",
+    "rollout_backend/views/inspect_logs.py": "inspect",
     "rollout_backend/testing": "local",
-    "rollout_backend/tracing.py": "otel",
+    "rollout_backend/base/tracing.py": "otel",
     "rollout_backend/verl": "verl",
 }
 ELSEWHERE = {
     "bedrock_agentcore": ("agent_wrapper/bedrock_agentcore.py",),  # of the agent
     "langchain_aws": ("agent_wrapper/model_calls.py",),  # of the agent
-    "openai": ("rollout_backend/local/demo/",),  # of the agent, a link but in an archive
-    "pytest": ("rollout_backend/local", "rollout_backend/testing"),  # which runs these modules
+    "openai": ("rollout_backend/workbench/local/demo/",),  # of the agent, a link but in an archive
+    "pytest": ("rollout_backend/workbench/local", "rollout_backend/testing"),  # which runs these modules
     "strands": ("agent_wrapper/model_calls.py",),  # of the agent
     "torch": (
-        "rollout_backend/local/tiny_model.py",
-        "rollout_backend/serving",
+        "rollout_backend/workbench/local/tiny_model.py",
+        "rollout_backend/model/serving",
         "rollout_backend/manager.py",
         "rollout_backend/testing/forward_pass.py",
     ),  # of the engine, or of the caller
@@ -263,7 +263,13 @@ def test_the_source_distribution_runs_its_own_tests(distributions: Path, tmp_pat
         file.extractall(tmp_path, filter="data")
     [folder] = tmp_path.iterdir()
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/docs", "tests/test_structure.py"]
-    argv += ["tests/infra/test_template.py", "tests/deploy/test_image.py", "tests/test_package.py", "-m", "not slow"]
+    argv += [
+        "tests/infra/test_template.py",
+        "tests/workbench/deploy/test_image.py",
+        "tests/test_package.py",
+        "-m",
+        "not slow",
+    ]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

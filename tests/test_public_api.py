@@ -16,7 +16,7 @@ import agent_wrapper
 import rollout_backend
 from builders import run_config
 from rollout_backend import RolloutManager, Task
-from rollout_backend.run_services import RunServices
+from rollout_backend.run.services import RunServices
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {

@@ -5,33 +5,49 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "rollout_backend"
 LAYERS = (
     {"errors"},
-    {"addresses", "atomic_file", "child_process", "fair_queue", "garbage_collection", "local_keys", "logs", "names"}
-    | {"retry", "waiting_connections"},
-    {"aws", "config"},
+    {
+        "base.addresses",
+        "base.atomic_file",
+        "base.child_process",
+        "base.fair_queue",
+        "base.garbage_collection",
+        "base.local_keys",
+        "base.logs",
+        "base.names",
+    }
+    | {"base.retry", "base.waiting_connections"},
+    {"base.aws", "config"},
     {"core"},
-    {"rendering", "runtimes", "tracing"},
-    {"dialects", "dispatch"},
-    {"gateway", "relay", "collect"},
-    {"serving", "run_lease", "scoring", "agent_protocols"},
-    {"results"},
-    {"step"},
-    {"janitor"},
-    {"checks"},
-    {"run_services"},
+    {"model.rendering", "agents.runtimes", "base.tracing"},
+    {"model.dialects", "run.dispatch"},
+    {"model.gateway", "model.relay", "run.collect"},
+    {"model.serving", "run.lease", "run.scoring", "agents.protocols"},
+    {"run.accounts"},
+    {"run.step"},
+    {"run.janitor"},
+    {"run.checks"},
+    {"run.services"},
     {"manager"},
+    {"views"},
     {"training", "verl"},
-    {"local"},
-    {"deploy", "testing"},
+    {"workbench.local"},
+    {"workbench.deploy", "testing"},
     {"cli"},
     {"__main__"},
 )
-"""From the bottom up: a folder, or a module of the package itself, imports only from the layers below its own."""
+"""From the bottom up: a room, or a module of the package itself, imports only from the layers below its own."""
+WINGS = {room.partition(".")[0] for layer in LAYERS for room in layer if "." in room}
+
+
+def room_of(path: Sequence[str]) -> str:
+    """Return the room of a module's path within the package: a wing's folder or module, else what the package has."""
+    return ".".join(path[: 1 + (path[0] in WINGS)])
 
 
 def layer_of(name: str) -> int:
@@ -52,8 +68,8 @@ def imported_names(module: Path) -> list[str]:
 
 
 def imported_by(module: Path) -> Iterator[str]:
-    """Return the folders and modules of this package that the module imports anywhere."""
-    return (name.split(".")[1] for name in imported_names(module) if name.startswith("rollout_backend."))
+    """Return the rooms of this package that the module imports anywhere."""
+    return (room_of(name.split(".")[1:]) for name in imported_names(module) if name.startswith("rollout_backend."))
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -61,14 +77,15 @@ def imports() -> Iterator[tuple[str, str, str]]:
         place = module.relative_to(PACKAGE)
         if place == Path("__init__.py"):
             continue  # the public names come from every layer
-        importer = place.parts[0].removesuffix(".py")
+        importer = room_of(place.with_suffix("").parts)
         for imported in imported_by(module):
             if imported != importer:
                 yield importer, imported, str(place)
 
 
 def test_each_folder_has_one_layer():
-    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    names = {room_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names -= {"__init__", *(f"{wing}.__init__" for wing in WINGS)}
     assert sorted(names) == sorted(name for layer in LAYERS for name in layer)
 
 
@@ -82,12 +99,12 @@ def test_no_module_imports_a_layer_above_its_own():
 
 
 def test_the_training_side_takes_only_what_both_sides_share_from_the_wrapper():
-    """`local` runs the wrapper, `agent_protocols` does its work for agents without it, and `deploy` packs it."""
-    whole, shared = ("local", "agent_protocols", "deploy"), ("contract", "shared")
+    """`local` runs the wrapper, `agents.protocols` does its work for agents without it, and `deploy` packs it."""
+    whole, shared = ("workbench.local", "agents.protocols", "workbench.deploy"), ("contract", "shared")
     beyond = [
         (str(module.relative_to(PACKAGE)), name)
         for module in PACKAGE.rglob("*.py")
-        if module.relative_to(PACKAGE).parts[0] not in whole
+        if room_of(module.relative_to(PACKAGE).parts) not in whole
         for name in imported_names(module)
         if name.split(".")[0] == "agent_wrapper" and name.split(".")[1:2] not in ([each] for each in shared)
     ]
@@ -123,14 +140,13 @@ def test_gateway_process_loads_nothing_that_starts_gateways(tmp_path):
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0\n")
     (tmp_path / "torch-2.13.0.dist-info" / "top_level.txt").write_text("torch\n")
-    code = (
-        "import sys; from rollout_backend.gateway.__main__ import import_server as load; load(); print(*sys.modules)"
-    )
+    code = "import sys; from rollout_backend.model.gateway.__main__ import import_server; import_server(); "
+    code += "print(*sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     loaded = run.stdout.split()
-    assert {"rollout_backend.gateway.server", "renderers"} <= {*loaded}
-    assert {"rollout_backend.serving", "ray", "boto3", "torch", "openai"}.isdisjoint(loaded)
+    assert {"rollout_backend.model.gateway.server", "renderers"} <= {*loaded}
+    assert {"rollout_backend.model.serving", "ray", "boto3", "torch", "openai"}.isdisjoint(loaded)
 
 
 def test_the_command_line_loads_only_what_the_relays_image_has():

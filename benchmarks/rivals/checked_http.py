@@ -20,12 +20,12 @@ from load_generator import Connection
 from multidict import CIMultiDict
 
 from agent_wrapper.contract import REQUEST_FIELD, ResultTarget, Rollout, RolloutRequest, Sampling
-from rollout_backend.atomic_file import write_file
-from rollout_backend.aws.repeated_call import Request, authorize
+from rollout_backend.base.atomic_file import write_file
+from rollout_backend.base.aws.repeated_call import Request, authorize
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.serving.run_secret import model_endpoint
-from rollout_backend.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
+from rollout_backend.model.serving.run_secret import model_endpoint
+from rollout_backend.run.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 
 RUN, STEP, WORK_S = "checked", 0, 3600.0
 GATEWAY = "http://127.0.0.1:9"  # for the agents, which call no model here

@@ -13,8 +13,8 @@ from pathlib import Path
 from common import Unmeasured
 from filelock import FileLock
 
-from rollout_backend.child_process import find_uv
-from rollout_backend.serving.install import cache_dir
+from rollout_backend.base.child_process import find_uv
+from rollout_backend.model.serving.install import cache_dir
 
 PACKAGES = {  # by program; the others run in this environment
     "toolkit": "agentcore-rl-toolkit",

@@ -10,9 +10,9 @@ from harness import Receive, Work, ended, hand_over, main, measure
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import GroupResult
+from rollout_backend.run.accounts.step_report import GroupResult
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 
 def settings(work: Work, runtime: dict[str, Any], **sections: Any) -> RolloutConfig:

@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_backend import RolloutConfig, RolloutManager, Segment, StepResult, Task, load_config
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.install import find_model
+from rollout_backend.model.serving.install import find_model
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
 PROMPTS, GROUP, MICRO_BATCH, CLIP = 16, 4, 16, 0.2

@@ -22,11 +22,11 @@ import yaml
 
 from curve import Curve
 from rollout_backend.errors import RolloutBackendError
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.install import find_model
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.install import find_model
+from rollout_backend.model.serving.server_process import ServerProcess
 from rollout_backend.verl.verl_settings import run_id_of
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 from verl_cpu.environment import environment, overrides
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"

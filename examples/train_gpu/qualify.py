@@ -37,11 +37,11 @@ from agent_wrapper.contract import ModelEndpoint, Sampling, Segment
 from agent_wrapper.shared.trajectory import fetch_trajectory
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.serving.local_engine import interpreter
-from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.local_engine import interpreter
+from rollout_backend.model.serving.model_serving import ModelServing
+from rollout_backend.model.serving.server_process import ServerProcess
 from rollout_backend.testing.forward_pass import reference_logprobs
+from rollout_backend.workbench.local.cloud import LocalCloud
 
 SESSIONS = 8
 LIMIT_S = 600.0
@@ -90,7 +90,7 @@ CORRELATION = 0.99
 
 _RANDOM = """
 import sys; from pathlib import Path
-from rollout_backend.local.tiny_model import make_tiny_model
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 make_tiny_model(Path(sys.argv[1]), **({} if sys.argv[2] == "cpu" else {"hidden": 1024, "heads": 16, "layers": 12}))
 """
 _CHANGED = """

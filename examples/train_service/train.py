@@ -22,9 +22,9 @@ import aiohttp
 import yaml
 
 from rollout_backend.errors import RolloutBackendError
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.serving.install import find_model
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.model.serving.install import find_model
+from rollout_backend.model.serving.server_process import ServerProcess, free_port
+from rollout_backend.workbench.local.cloud import LocalCloud
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"
 CACHE = Path("~/.cache/rollout-backend").expanduser()

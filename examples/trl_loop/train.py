@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout_backend import RolloutConfig, RolloutManager, Task, load_config
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.install import find_model
+from rollout_backend.model.serving.install import find_model
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 from rollouts import RolloutFunction, agent_reward
 
 AGENT = Path(__file__).parent.parent / "arithmetic" / "agent.py"

@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 from rich.logging import RichHandler
 
+from rollout_backend.base.local_keys import bypass_proxies
+from rollout_backend.base.logs import configure_logs, select_json
 from rollout_backend.cli.common import as_command, console, errors
 from rollout_backend.cli.deploy import deploy, down, infra
 from rollout_backend.cli.doctor import doctor
@@ -23,9 +25,7 @@ from rollout_backend.cli.run import run
 from rollout_backend.cli.serve import serve
 from rollout_backend.cli.show import show
 from rollout_backend.cli.train import train
-from rollout_backend.local_keys import bypass_proxies
-from rollout_backend.logs import configure_logs, select_json
-from rollout_backend.relay.cli import serve as relay
+from rollout_backend.model.relay.cli import serve as relay
 
 __all__ = ["app", "console", "main"]
 

@@ -19,11 +19,11 @@ from rich.console import Console
 from agent_wrapper.contract import readable
 from rollout_backend.config import RolloutConfig, RuntimeConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError, TaskFileError
-from rollout_backend.results.terminal.keys import restore_terminals
+from rollout_backend.views.terminal.keys import restore_terminals
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
-    from rollout_backend.results.terminal.run_output import RunOutput
+    from rollout_backend.views.terminal.run_output import RunOutput
 
 _P = ParamSpec("_P")
 # A pipe has no width, and tools that read it need whole lines.
@@ -145,7 +145,7 @@ async def load_settings(config: Path | None, overrides: Sequence[str], stack: st
     """
     if stack is None:
         return load_config(config, overrides)
-    from rollout_backend.deploy.target import find_deployed, read_stack
+    from rollout_backend.workbench.deploy.target import find_deployed, read_stack
 
     top = (await find_deployed(await read_stack(stack))).settings()
     merge_overrides(top, overrides)
@@ -165,7 +165,7 @@ def run_output(quiet: bool, verbose: bool, as_json: bool) -> RunOutput:
     Raises:
         ConfigError: more than one of the options is set.
     """
-    from rollout_backend.results.terminal.run_output import RunOutput
+    from rollout_backend.views.terminal.run_output import RunOutput
 
     if quiet + verbose + as_json > 1:
         raise ConfigError("choose one of --quiet, --verbose and --json")

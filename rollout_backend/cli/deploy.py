@@ -22,8 +22,8 @@ from rollout_backend.config import AgentCoreConfig, load_config
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout_backend.deploy.deployment import Deployment
-    from rollout_backend.deploy.target import Target
+    from rollout_backend.workbench.deploy.deployment import Deployment
+    from rollout_backend.workbench.deploy.target import Target
 
 LOCAL_CLOUD = Path(".rollout") / "local-cloud"
 """Folder of the local cloud that `--local` starts and `rollout down` removes."""
@@ -81,13 +81,13 @@ async def deploy(
     and its AWS calls, and with --yes carries them out. --local needs no account and no --yes. --override changes the
     written config.
     """
-    from rollout_backend.child_process import find_uv
+    from rollout_backend.base.child_process import find_uv
     from rollout_backend.cli.doctor import print_finding
-    from rollout_backend.deploy.contract_check import check_contract
-    from rollout_backend.deploy.deployment import Deployment, runtime_name, runtime_settings
-    from rollout_backend.deploy.image import check_builder
-    from rollout_backend.deploy.target import Target, read_stack
-    from rollout_backend.local import background
+    from rollout_backend.workbench.deploy.contract_check import check_contract
+    from rollout_backend.workbench.deploy.deployment import Deployment, runtime_name, runtime_settings
+    from rollout_backend.workbench.deploy.image import check_builder
+    from rollout_backend.workbench.deploy.target import Target, read_stack
+    from rollout_backend.workbench.local import background
 
     if adopt is not None:
         if folder is not None or stack is not None or local:
@@ -173,7 +173,7 @@ async def deploy(
 
 
 async def _adopt(arn: str, yes: bool) -> int:
-    from rollout_backend.deploy.adoption import adopt
+    from rollout_backend.workbench.deploy.adoption import adopt
 
     try:
         AgentCoreConfig(arn=arn)
@@ -211,7 +211,7 @@ def _write_config(
 ) -> None:
     import yaml
 
-    from rollout_backend.deploy.deployment import config_text, write_config
+    from rollout_backend.workbench.deploy.deployment import config_text, write_config
 
     text = config_text(settings, deployment.folder, replaced, overrides)
     if not write_config(config, text):
@@ -240,9 +240,9 @@ async def down(
     Stop your runs first. Without --yes, only list. A runtime is deleted only if its tag names this backend, and a
     queue only if its run is in the bucket. Also stops the local cloud of `rollout deploy --local`.
     """
-    from rollout_backend.deploy.target import read_stack
-    from rollout_backend.deploy.teardown import Teardown
-    from rollout_backend.local import background
+    from rollout_backend.workbench.deploy.target import read_stack
+    from rollout_backend.workbench.deploy.teardown import Teardown
+    from rollout_backend.workbench.local import background
 
     if (config is None) == (stack is None):
         raise ConfigError("name the config that `rollout deploy` has written, or --stack")
@@ -283,7 +283,7 @@ async def down(
 
 
 def _read_config(config: Path | None) -> Target:
-    from rollout_backend.deploy.target import Target
+    from rollout_backend.workbench.deploy.target import Target
 
     settings = load_config(config)
     runtime = settings.runtime
@@ -310,7 +310,7 @@ def infra(
     The documentation names them by their paths in a checkout, such as `infra/template.yaml`. Files that you have
     changed are not replaced.
     """
-    from rollout_backend.deploy import INFRA
+    from rollout_backend.workbench.deploy import INFRA
 
     files = {
         folder / path.name: path.read_text() for path in sorted(INFRA.iterdir()) if path.suffix in (".yaml", ".json")

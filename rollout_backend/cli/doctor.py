@@ -53,11 +53,11 @@ async def doctor(
     Run it on the machine of the trainer. It prints one line for each finding, with what to do, the problems last, and
     exits with 2 if there is one. A run makes the quick ones of these checks first.
     """
-    from rollout_backend.checks.examination import examine
-    from rollout_backend.checks.machine import check_agent
-    from rollout_backend.checks.preflight import check_tasks
     from rollout_backend.core.harbor import SUPPORTED_PREFIX
     from rollout_backend.core.tasks import planned_rollouts
+    from rollout_backend.run.checks.examination import examine
+    from rollout_backend.run.checks.machine import check_agent
+    from rollout_backend.run.checks.preflight import check_tasks
 
     try:
         if config is None and stack is None:
@@ -125,6 +125,6 @@ def print_finding(finding: CheckResult) -> None:
 
 
 def _print_line(level: str, text: str) -> None:
-    from rollout_backend.results.terminal.view import print_wrapped
+    from rollout_backend.views.terminal.view import print_wrapped
 
     print_wrapped(console, Text(f"{level:10}", _STYLES[level]), text)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 Template = Literal["openai", "strands", "pydantic-ai", "command", "bedrock-agentcore"]
 
-TEMPLATES = Path(__file__).parents[1] / "local" / "templates"
-EXAMPLE = Path(__file__).parents[1] / "local" / "demo"
+TEMPLATES = Path(__file__).parents[1] / "workbench" / "local" / "templates"
+EXAMPLE = Path(__file__).parents[1] / "workbench" / "local" / "demo"
 """`examples/arithmetic`, which the installed package includes."""
 # All templates share these files, and a template can replace them.
 _COMMON = "common"
@@ -118,12 +118,12 @@ async def dev(
     local S3 and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback
     of the files of the agent. Press Ctrl-C to stop.
     """
-    from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.harbor import fit_to_runtime
     from rollout_backend.core.reasons import NOT_SERVING
-    from rollout_backend.local.dev import DevRunner, run_after_changes, source_changes
-    from rollout_backend.local.harness import AgentHarness
+    from rollout_backend.run.checks.machine import check_agent
+    from rollout_backend.workbench.local.dev import DevRunner, run_after_changes, source_changes
+    from rollout_backend.workbench.local.harness import AgentHarness
 
     if engine and endpoint is not None:
         raise ConfigError("--engine starts a server: leave out --engine or --endpoint")
@@ -174,7 +174,7 @@ async def _serve(config: RolloutConfig, log_dir: Path) -> AsyncIterator[str]:
     if config.serving.kind == "external":
         yield config.serving.urls[0]
         return
-    from rollout_backend.serving.engine_fleet import EngineFleet
+    from rollout_backend.model.serving.engine_fleet import EngineFleet
 
     async with EngineFleet(config, log_dir, lambda event: None) as engines:
         yield engines.router_url
@@ -242,13 +242,13 @@ async def demo(
     The first time, this installs the engine and a small model, which takes about two minutes; with --scripted or
     --endpoint it does not. Exit codes as for `rollout run`.
     """
-    from rollout_backend.checks.machine import check_agent
     from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.formats import count
     from rollout_backend.core.tasks import read_tasks
-    from rollout_backend.local.cloud import LocalCloud
-    from rollout_backend.local.scripted import is_sum
-    from rollout_backend.results.run_info import agent_of
+    from rollout_backend.run.accounts.run_info import agent_of
+    from rollout_backend.run.checks.machine import check_agent
+    from rollout_backend.workbench.local.cloud import LocalCloud
+    from rollout_backend.workbench.local.scripted import is_sum
 
     output, overrides = run_output(quiet, verbose, as_json), with_scorer(override, scorer)
     if scripted and endpoint is not None:
@@ -304,7 +304,7 @@ def engine_install(
     torch_index_url: Annotated[str | None, typer.Option(help="Package index for the CPU build of torch.")] = None,
 ) -> None:
     """Install SGLang or vLLM for the CPU in a separate environment, and a small real model, in the cache folder."""
-    from rollout_backend.serving.install import cache_dir, install_cpu_engine, prepare_model
+    from rollout_backend.model.serving.install import cache_dir, install_cpu_engine, prepare_model
 
     python = install_cpu_engine(cache_dir(), engine, torch_index_url=torch_index_url, echo=echo)
     model = prepare_model(cache_dir(), engine, echo=echo)
@@ -330,7 +330,7 @@ async def local_model(
         PreflightError: the endpoint cannot serve rollouts.
     """
     if scripted:
-        from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
+        from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 
         some = "a third of its sums are wrong" if reply is None else f"it gives reply {reply} to each prompt"
         echo(f"a script answers instead of a model, and {some}")
@@ -338,7 +338,7 @@ async def local_model(
             model = {"path": str(BYTE_MODEL), "renderer": "chatml", "context_length": 32_768}
             yield {"model": model, "serving": {"kind": "external", "urls": [script.url]}}
     elif endpoint is not None:
-        from rollout_backend.serving.external_engine import served_model
+        from rollout_backend.model.serving.external_engine import served_model
 
         url = endpoint.rstrip("/").removesuffix("/v1")
         served = await served_model(url)
@@ -356,7 +356,7 @@ async def local_model(
 
 def _install(engine: EngineName, echo: Callable[[str], None]) -> str:
     """Install the engine and the model if they are missing. Return the model's folder."""
-    from rollout_backend.serving.install import (
+    from rollout_backend.model.serving.install import (
         CPU_ENGINES,
         cache_dir,
         find_engine,

@@ -31,7 +31,7 @@ from rollout_backend.cli.common import (
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout_backend.results.replay import ReplayedStep
+    from rollout_backend.views.replay import ReplayedStep
 
 ExportFormat = Literal["parquet", "csv", "jsonl", "inspect"]
 
@@ -43,9 +43,9 @@ def ls(
     """List the runs, the newest first: when they began, their state, what completed, and the mean reward."""
     from rich.text import Text
 
-    from rollout_backend.results.run_data import list_runs
-    from rollout_backend.results.terminal.live_view import one_line
-    from rollout_backend.results.terminal.view import plain_table, when
+    from rollout_backend.views.run_data import list_runs
+    from rollout_backend.views.terminal.live_view import one_line
+    from rollout_backend.views.terminal.view import plain_table, when
 
     found = list_runs(runs)
     if as_json:
@@ -97,7 +97,7 @@ def report(
     With --serve, a browser shows the page and renews it as rollouts and steps end. Anyone who can reach the address
     can read the report, so it listens on 127.0.0.1 by default.
     """
-    from rollout_backend.results.page.report import write_report
+    from rollout_backend.views.page.report import write_report
 
     folder = find_run(run)
     other = find_run(against) if against is not None else None
@@ -113,7 +113,7 @@ def report(
 
 
 async def _serve(folder: Path, against: Path | None, host: str, port: int, *, follow: bool) -> None:
-    from rollout_backend.results.page.report import ReportServer, serve_report
+    from rollout_backend.views.page.report import ReportServer, serve_report
 
     server = ReportServer(folder, against, newest=(lambda: find_run(None)) if follow else None)
     async with serve_report(server, host, port) as url:
@@ -131,8 +131,8 @@ def compare(
 
     The difference of the mean rewards is paired by task, with a 95% confidence interval.
     """
-    from rollout_backend.results.comparison import compare_runs
-    from rollout_backend.results.terminal.view import print_comparison
+    from rollout_backend.views.comparison import compare_runs
+    from rollout_backend.views.terminal.view import print_comparison
 
     found = compare_runs(find_run(first), find_run(second))
     print(found.model_dump_json()) if as_json else print_comparison(console, found)
@@ -168,10 +168,10 @@ def export(
 def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
     """Write the files. Return the number of rows or samples in each."""
     if to == "inspect":
-        from rollout_backend.results.inspect_logs import export_inspect_logs
+        from rollout_backend.views.inspect_logs import export_inspect_logs
 
         return export_inspect_logs(folder, out)
-    from rollout_backend.results.export import export_run
+    from rollout_backend.views.export import export_run
 
     with show_progress("read") as follow:
         return export_run(folder, to, out, follow=follow)
@@ -180,8 +180,8 @@ def _export(folder: Path, to: ExportFormat, out: Path) -> dict[Path, int]:
 def _export_to_s3(folder: Path, to: ExportFormat, url: str) -> dict[str, int]:
     """Write the files to a temporary folder, and upload them once all are complete."""
     from rollout_backend.config.results import AwsConfig
-    from rollout_backend.results.export import SCHEME, parse_s3_folder, upload
-    from rollout_backend.results.run_data import read_config
+    from rollout_backend.views.export import SCHEME, parse_s3_folder, upload
+    from rollout_backend.views.run_data import read_config
 
     (bucket, prefix), config = parse_s3_folder(url), read_config(folder)
     with tempfile.TemporaryDirectory(prefix="rollout-export-") as temporary:
@@ -208,8 +208,8 @@ def replay(
     It checks every result, and prints a digest of each rollout's rows and of the step's. The exit code is 1 if a
     result fails its check; then no rows are written.
     """
-    from rollout_backend.atomic_file import write_file
-    from rollout_backend.results.replay import replay_step, rows_as_parquet
+    from rollout_backend.base.atomic_file import write_file
+    from rollout_backend.views.replay import replay_step, rows_as_parquet
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out} must be a .parquet file")
@@ -231,8 +231,8 @@ def replay(
 
 
 def _print_digests(found: ReplayedStep) -> None:
-    from rollout_backend.results.replay import rollout_digest, step_digest
-    from rollout_backend.results.terminal.view import print_words
+    from rollout_backend.views.replay import rollout_digest, step_digest
+    from rollout_backend.views.terminal.view import print_words
 
     lines = [f"{rollout.rollout_id}: {rollout_digest(rollout)}" for rollout in found.rollouts]
     rows = sum(len(rollout.segments) for rollout in found.rollouts)
@@ -246,7 +246,7 @@ def _print_digests(found: ReplayedStep) -> None:
 
 
 def _print_digests_as_json(found: ReplayedStep) -> None:
-    from rollout_backend.results.replay import rollout_digest, step_digest
+    from rollout_backend.views.replay import rollout_digest, step_digest
 
     content = {
         "step": found.step,
@@ -273,11 +273,11 @@ def rescore(
     The new rewards are written to RUN/rescored/NAME. Nothing else in the run's folder changes. A rollout that cannot
     be scored has no new reward, and the exit code is then 1.
     """
-    from rollout_backend.results.archive import RunArchive
-    from rollout_backend.results.rescoring import rescore as compute
-    from rollout_backend.results.run_data import step_namer
-    from rollout_backend.results.terminal.view import print_rescoring
-    from rollout_backend.scoring.scorer import load_scorer
+    from rollout_backend.run.accounts.archive import RunArchive
+    from rollout_backend.run.scoring.scorer import load_scorer
+    from rollout_backend.views.rescoring import rescore as compute
+    from rollout_backend.views.run_data import step_namer
+    from rollout_backend.views.terminal.view import print_rescoring
 
     folder = find_run(run)
     with show_progress("scored") as follow:

@@ -34,8 +34,8 @@ from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
     from rollout_backend.core.tasks import Task
-    from rollout_backend.results.run_info import StartedBy
-    from rollout_backend.results.terminal.run_output import RunOutput
+    from rollout_backend.run.accounts.run_info import StartedBy
+    from rollout_backend.views.terminal.run_output import RunOutput
 
 _RESTARTS = {
     "local": "its S3 was on this machine and ended with it; start it again with `rollout run --local`",
@@ -112,8 +112,8 @@ async def _run_on_local_storage(
     file: Path, overrides: Sequence[str], tasks: Path, limit: int | None, output: RunOutput, min_completed: int
 ) -> int:
     """Run one step as `collect_step` does, on S3 and SQS that end with it."""
-    from rollout_backend.local.cloud import LocalStorage
-    from rollout_backend.runtimes.process.control import stop_all
+    from rollout_backend.agents.runtimes.process.control import stop_all
+    from rollout_backend.workbench.local.cloud import LocalStorage
 
     base = {"storage": {"bucket": "rollouts"}}
     # Show errors before anything starts.
@@ -144,8 +144,8 @@ def _read_run(folder: Path, overrides: Sequence[str]) -> tuple[RolloutConfig, Se
     Raises:
         ConfigError: the run cannot be resumed; says why.
     """
-    from rollout_backend.results.archive import CONFIG, RunArchive
-    from rollout_backend.results.run_info import secret_settings
+    from rollout_backend.run.accounts.archive import CONFIG, RunArchive
+    from rollout_backend.run.accounts.run_info import secret_settings
 
     archive = RunArchive(folder)
     try:
@@ -198,16 +198,16 @@ async def collect_step(
         ConfigError: `min_completed` exceeds the number of planned rollouts.
         PreflightError: the runtime cannot start some tasks; names each.
     """
-    from rollout_backend.checks.preflight import check_tasks
     from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.tasks import check_private, planned_rollouts
     from rollout_backend.manager import RolloutManager
-    from rollout_backend.results.cost import Prices
-    from rollout_backend.results.findings import judge
-    from rollout_backend.results.page.report import try_to_write_report
-    from rollout_backend.results.summary import count_failures, summarize
-    from rollout_backend.results.terminal.run_view import RunSummary
-    from rollout_backend.results.terminal.view import print_step
+    from rollout_backend.run.accounts.cost import Prices
+    from rollout_backend.run.accounts.findings import judge
+    from rollout_backend.run.accounts.summary import count_failures, summarize
+    from rollout_backend.run.checks.preflight import check_tasks
+    from rollout_backend.views.page.report import try_to_write_report
+    from rollout_backend.views.terminal.run_view import RunSummary
+    from rollout_backend.views.terminal.view import print_step
 
     check_private(tasks, config.scoring.enabled)
     tasks, findings = await check_tasks(config, tasks, leave_out=leave_out, resumed=resumed)
@@ -267,7 +267,7 @@ async def collect_step(
 
 
 def _again_command(config: RolloutConfig) -> str:
-    from rollout_backend.results.archive import CONFIG, RunArchive
+    from rollout_backend.run.accounts.archive import CONFIG, RunArchive
 
     tasks = RunArchive(config.run_dir).tasks_file(0)
     files = shlex.join([str(config.run_dir / CONFIG), "--tasks", str(tasks)])

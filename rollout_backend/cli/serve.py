@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from rollout_backend.base.names import derived_name
 from rollout_backend.cli.common import Overrides, echo
 from rollout_backend.config import RolloutConfig, load_config, merge_overrides
 from rollout_backend.errors import ConfigError
-from rollout_backend.names import derived_name
 
 _DAY_S = 86_400.0
 
@@ -72,8 +72,8 @@ async def serve_model(config: RolloutConfig, days: float, show: Callable[[str], 
         StartupError, ServingError: an engine or the gateway did not start, or was permanently lost.
     """
     from rollout_backend.core.session_key import SessionClaims
-    from rollout_backend.serving.model_serving import ModelServing
-    from rollout_backend.serving.run_secret import run_secret
+    from rollout_backend.model.serving.model_serving import ModelServing
+    from rollout_backend.model.serving.run_secret import run_secret
 
     logs = config.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -16,17 +16,17 @@ from rollout_backend.cli.common import RUNS, StepName, complete_run, console, fi
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollout_backend.results.archive import RunArchive
-    from rollout_backend.results.records import RolloutRecord
-    from rollout_backend.results.terminal.run_view import RunView
-    from rollout_backend.results.terminal.view import TaskView
+    from rollout_backend.run.accounts.archive import RunArchive
+    from rollout_backend.run.accounts.records import RolloutRecord
+    from rollout_backend.views.terminal.run_view import RunView
+    from rollout_backend.views.terminal.view import TaskView
 
 _LISTED = 20
 
 
 def complete_id(context: typer.Context, incomplete: str) -> list[str]:
     """Complete the id of a run, or of a task in a run's newest step. If one task matches, include its rollouts."""
-    from rollout_backend.results.archive import RunArchive, RunNames
+    from rollout_backend.run.accounts.archive import RunArchive, RunNames
 
     run = context.params.get("run")
     runs = complete_run(incomplete) if run is None else []
@@ -90,7 +90,7 @@ def show(
 
 def _show_similar(shown: _Shown, name: str, step: str | None, *, other_runs: bool) -> None:
     """Show the id that starts with the name. Raises ConfigError with the candidates unless there is exactly one."""
-    from rollout_backend.results.archive import RunNames
+    from rollout_backend.run.accounts.archive import RunNames
 
     names = RunNames(shown.archive, shown.steps())
     found = (name,) if name in names.tasks else names.starting_with(name)
@@ -118,8 +118,8 @@ class _Shown:
     """Shows parts of one run."""
 
     def __init__(self, folder: Path, step: str | None, turn: int | None, as_json: bool) -> None:
-        from rollout_backend.results.archive import RunArchive
-        from rollout_backend.results.run_data import find_step, step_namer
+        from rollout_backend.run.accounts.archive import RunArchive
+        from rollout_backend.views.run_data import find_step, step_namer
 
         self.folder, self.turn, self.as_json = folder, turn, as_json
         self.archive: RunArchive = RunArchive(folder)
@@ -143,7 +143,7 @@ class _Shown:
         print(json.dumps(view.fields())) if self.as_json else view.print(console)
 
     def run(self) -> None:
-        from rollout_backend.results.terminal.run_view import STEPS, RunView
+        from rollout_backend.views.terminal.run_view import STEPS, RunView
 
         if self.turn is not None:
             raise ConfigError("--turn shows a turn of one rollout: name the rollout")
@@ -151,8 +151,8 @@ class _Shown:
 
     def task(self, task_id: str) -> bool:
         """Show a task's rollouts, step by step. Return False if the run has no such task."""
-        from rollout_backend.results.run_data import read_run_id
-        from rollout_backend.results.terminal.view import TaskView
+        from rollout_backend.views.run_data import read_run_id
+        from rollout_backend.views.terminal.view import TaskView
 
         records = [record for record in self.archive.find_task(task_id) if self.step in (None, record.step)]
         if records and self.turn is not None:
@@ -186,7 +186,7 @@ class _Shown:
         return bool(steps)
 
     def _one(self, record: RolloutRecord | None, result: Rollout | None, step: str) -> None:
-        from rollout_backend.results.terminal.view import print_record, print_rollout
+        from rollout_backend.views.terminal.view import print_record, print_rollout
 
         if self.as_json:
             found = result or record
@@ -199,9 +199,9 @@ class _Shown:
             print_record(console, record, step, with_outcome=result is None)
 
     def _turn(self, result: Rollout | None, rollout_id: str, step: str) -> None:
-        from rollout_backend.rendering.token_bytes import TokenText
-        from rollout_backend.results.run_data import read_config
-        from rollout_backend.results.terminal.turn_view import TurnView
+        from rollout_backend.model.rendering.token_bytes import TokenText
+        from rollout_backend.views.run_data import read_config
+        from rollout_backend.views.terminal.turn_view import TurnView
 
         assert self.turn is not None
         if result is None:

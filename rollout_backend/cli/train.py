@@ -23,7 +23,7 @@ from rollout_backend.cli.common import (
 from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
-    from rollout_backend.results.step_report import StepResult
+    from rollout_backend.run.accounts.step_report import StepResult
     from rollout_backend.training.service import TrainingData
 
 # The sampling server gets a port when it starts.
@@ -52,16 +52,16 @@ async def train(
     Exit codes: 0, all steps are trained; 1, the training failed, and can be resumed; 2, the input is invalid, and
     nothing was started; 130, interrupted.
     """
-    from rollout_backend.checks.preflight import check_tasks
-    from rollout_backend.collect.store import ResultStore
     from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.tasks import check_private
     from rollout_backend.manager import RolloutManager
-    from rollout_backend.results.page.report import try_to_write_report
-    from rollout_backend.results.summary import mean
+    from rollout_backend.run.accounts.summary import mean
+    from rollout_backend.run.checks.preflight import check_tasks
+    from rollout_backend.run.collect.store import ResultStore
     from rollout_backend.training.loop import TrainingLoop
     from rollout_backend.training.sampling_server import SamplingServer, ServiceRollouts
     from rollout_backend.training.tinker import TinkerService
+    from rollout_backend.views.page.report import try_to_write_report
 
     output = run_output(quiet, verbose, False)
     if tasks is None or (config is None and stack is None):

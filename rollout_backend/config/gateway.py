@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from rollout_backend.addresses import ListenAddress, is_loopback
+from rollout_backend.base.addresses import ListenAddress, is_loopback
 from rollout_backend.config.section import HttpUrl, Seconds, Section, check_address, matching
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout_backend.addresses import ListenAddress
+from rollout_backend.base.addresses import ListenAddress
 from rollout_backend.config.section import HttpUrl, Seconds, Section
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The `runtime` section: one class per runtime kind.
 
 To add a kind, define a subclass of `RuntimeConfig` here, add it to `RUNTIME_KINDS`, and write the class that
-`implementation` names in `rollout_backend/runtimes/`. A kind that is not in `RUNTIME_KINDS` is the import path of a
-`RuntimeConfig` subclass in any package, such as `my_package.my_runtime.MyConfig`.
+`implementation` names in `rollout_backend/agents/runtimes/`. A kind that is not in `RUNTIME_KINDS` is the import path
+of a `RuntimeConfig` subclass in any package, such as `my_package.my_runtime.MyConfig`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE
+from rollout_backend.base.names import derived_name
 from rollout_backend.config.section import (
     HttpUrl,
     Rate,
@@ -37,7 +38,6 @@ from rollout_backend.config.section import (
     kind_choices,
     matching,
 )
-from rollout_backend.names import derived_name
 
 if TYPE_CHECKING:
     from rollout_backend.config.rollout import RolloutConfig
@@ -167,7 +167,7 @@ class AgentCoreConfig(RuntimeConfig):
     """AWS Bedrock AgentCore Runtime: an existing runtime, by its `arn`, or one created from an `image`. Quotas differ
     between accounts: set the rates below yours."""
 
-    implementation: ClassVar[str] = "rollout_backend.runtimes.agentcore.runtime.AgentCoreRuntime"
+    implementation: ClassVar[str] = "rollout_backend.agents.runtimes.agentcore.runtime.AgentCoreRuntime"
 
     kind: Literal["agentcore"] = "agentcore"
     arn: Annotated[str, matching(_ARN, _ARN_FORM)] | None = None
@@ -330,7 +330,7 @@ class AgentCoreConfig(RuntimeConfig):
 class HttpConfig(RuntimeConfig):
     """Any server with the same container contract: a Kubernetes service, a container, a process."""
 
-    implementation: ClassVar[str] = "rollout_backend.runtimes.http.HttpRuntime"
+    implementation: ClassVar[str] = "rollout_backend.agents.runtimes.http.HttpRuntime"
 
     kind: Literal["http"] = "http"
     url: HttpUrl
@@ -370,7 +370,7 @@ class TaskImageConfig(RuntimeConfig):
 class KubernetesConfig(TaskImageConfig):
     """Kubernetes: one Job per attempt, in a namespace of any cluster. See kubernetes.md."""
 
-    implementation: ClassVar[str] = "rollout_backend.runtimes.kubernetes.runtime.KubernetesRuntime"
+    implementation: ClassVar[str] = "rollout_backend.agents.runtimes.kubernetes.runtime.KubernetesRuntime"
     payload_in_file: ClassVar[bool] = True
     # A Secret holds 1 MiB, and the rest of it is the verifier's order.
     max_tests_bytes: ClassVar[int] = 1_000_000
@@ -454,7 +454,7 @@ class ProcessConfig(RuntimeConfig):
     """Agents as processes on this machine, one per session. They run as your user, with your files, network and
     environment: run only agents that you trust."""
 
-    implementation: ClassVar[str] = "rollout_backend.runtimes.process.runtime.ProcessRuntime"
+    implementation: ClassVar[str] = "rollout_backend.agents.runtimes.process.runtime.ProcessRuntime"
     payload_in_file: ClassVar[bool] = True
 
     kind: Literal["process"] = "process"
@@ -543,7 +543,7 @@ class RayConfig(ProcessConfig):
     """Agents on the machines of a Ray cluster, one process per session, with the settings of `process`. This package
     and `working_dir` must be in the same place on each machine."""
 
-    implementation: ClassVar[str] = "rollout_backend.runtimes.ray.RayRuntime"
+    implementation: ClassVar[str] = "rollout_backend.agents.runtimes.ray.RayRuntime"
 
     kind: Literal["ray"] = "ray"  # type: ignore[assignment]
     address: str = "auto"

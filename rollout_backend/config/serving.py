@@ -1,7 +1,7 @@
 """The `serving` section.
 
-To add a kind of engine, write a subclass of `EngineFactory` in a module of `rollout_backend/serving/`, and add its
-import path to `ENGINE_KINDS`. A kind that is not in `ENGINE_KINDS` is the import path of such a subclass in any
+To add a kind of engine, write a subclass of `EngineFactory` in a module of `rollout_backend/model/serving/`, and add
+its import path to `ENGINE_KINDS`. A kind that is not in `ENGINE_KINDS` is the import path of such a subclass in any
 package, such as `my_package.my_engine.MyEngineFactory`.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout_backend.addresses import ListenAddress
+from rollout_backend.base.addresses import ListenAddress
 from rollout_backend.config.section import HttpUrl, Seconds, Section, import_kind, kind_choices
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ EngineName = Literal["sglang", "vllm"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 ENGINE_KINDS: Mapping[str, str] = {
-    "process": "rollout_backend.serving.local_engine.LocalEngineFactory",
-    "ray": "rollout_backend.serving.ray_servers.RayEngineFactory",
-    "external": "rollout_backend.serving.external_engine.ExternalEngineFactory",
+    "process": "rollout_backend.model.serving.local_engine.LocalEngineFactory",
+    "ray": "rollout_backend.model.serving.ray_servers.RayEngineFactory",
+    "external": "rollout_backend.model.serving.external_engine.ExternalEngineFactory",
 }
 """Import path of the `EngineFactory` of each kind. It is imported when a run starts, because Ray is slow to
 import."""

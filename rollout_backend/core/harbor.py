@@ -64,7 +64,7 @@ PREFIX = "harbor:"
 """Prefix of the name of a folder of Harbor tasks, in place of a task file."""
 SUPPORTED_PREFIX = "harbor-supported:"
 """Like `PREFIX`, but leaves out tasks that cannot run."""
-VERIFIER = "rollout_backend.scoring.harbor:verify"
+VERIFIER = "rollout_backend.run.scoring.harbor:verify"
 """Value of `scoring.function` that runs a task's tests."""
 # AgentCore gives each session this memory and these CPUs.
 _AGENTCORE_MIB, _AGENTCORE_CPUS = 8192, 2

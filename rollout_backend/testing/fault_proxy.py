@@ -33,7 +33,7 @@ from xml.sax.saxutils import escape
 
 from aiohttp import web
 
-from rollout_backend.local.http_proxy import HOP_BY_HOP, HttpProxy, signature_of
+from rollout_backend.workbench.local.http_proxy import HOP_BY_HOP, HttpProxy, signature_of
 
 _RUNTIME_CALLS = {"invocations": "InvokeAgentRuntime", "stopruntimesession": "StopRuntimeSession"}
 

@@ -29,6 +29,7 @@ from uuid import uuid4
 import pytest
 from pydantic import SecretStr
 
+from rollout_backend.agents.runtimes.base import AgentRuntime, open_runtime
 from rollout_backend.config import RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.reasons import WHAT_TO_DO
@@ -43,7 +44,6 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     Throttled,
 )
-from rollout_backend.runtimes.base import AgentRuntime, open_runtime
 from rollout_backend.testing import fault_proxy
 
 Call = Literal["invoke", "stop"]
@@ -51,7 +51,7 @@ _WAIT_S, _POLL_S = 120.0, 0.02
 
 _STOP_ELSEWHERE = """
 import json, sys
-from rollout_backend.janitor.__main__ import stop_sessions
+from rollout_backend.run.janitor.__main__ import stop_sessions
 print(json.dumps(stop_sessions(json.loads(sys.argv[1]), 1000, sys.argv[2:])))
 """
 

@@ -27,7 +27,7 @@ from tenacity import wait_random_exponential
 
 from agent_wrapper.contract import ContractObject, Identifier
 from agent_wrapper.contract.keys import training_key
-from rollout_backend.collect.store import ObjectStore
+from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.core.earlier_batches import batch_number
@@ -41,8 +41,8 @@ from rollout_backend.errors import (
     TrainingServiceError,
     WriteConflict,
 )
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.retry import log_retry, retry_until
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.run.collect.store import ObjectStore
 from rollout_backend.training.service import Checkpoint, TrainingData, TrainingService, training_data
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from typing import Any, Self
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from rollout_backend.base.local_keys import HOST
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.local_keys import HOST
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import StepResult
+from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.training.tinker import Sampler, TinkerService
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.core.advantages import ESTIMATORS, advantages_of
 from rollout_backend.core.rows import Row, mask_group, rows_of
-from rollout_backend.results.step_report import StepResult
+from rollout_backend.run.accounts.step_report import StepResult
 
 # The service's context already limits what was sampled.
 _ANY_LENGTH = 2**31 - 1

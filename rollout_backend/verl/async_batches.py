@@ -24,7 +24,7 @@ from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_n
 from rollout_backend.core.manifest import digest_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.manager import BlockingRolloutManager
-from rollout_backend.step.results import Group
+from rollout_backend.run.step.results import Group
 from rollout_backend.verl.v1_batch import Request, V1Batch, read_origins
 from rollout_backend.verl.verl_settings import max_staleness_of, resumes_steps
 

@@ -29,9 +29,9 @@ import torch
 from torch.utils.data import Dataset
 
 from agent_wrapper.contract.codec import MAX_DEPTH
+from rollout_backend.base.names import derived_name
 from rollout_backend.core.tasks import MAX_TASK_ID, Task, read_json, read_rows
 from rollout_backend.errors import TaskFileError
-from rollout_backend.names import derived_name
 from rollout_backend.verl import early_checks
 
 PLACEHOLDER = "(the agent makes its prompt from its payload)"

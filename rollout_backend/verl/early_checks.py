@@ -27,14 +27,14 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 from transformers import CONFIG_MAPPING
 
-from rollout_backend.checks import preflight
-from rollout_backend.checks.capacity import check_engines as check_capacity
-from rollout_backend.checks.model import check_parallel
 from rollout_backend.config import ModelConfig, RolloutConfig
 from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import ConfigError
-from rollout_backend.rendering.image_positions import prepares_images
-from rollout_backend.serving.local_engine import IMAGE_CACHE
+from rollout_backend.model.rendering.image_positions import prepares_images
+from rollout_backend.model.serving.local_engine import IMAGE_CACHE
+from rollout_backend.run.checks import preflight
+from rollout_backend.run.checks.capacity import check_engines as check_capacity
+from rollout_backend.run.checks.model import check_parallel
 from rollout_backend.verl.trainer_sizes import check_queue, check_sizes
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version, need_critic, need_reference_policy, root_of

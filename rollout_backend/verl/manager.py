@@ -31,15 +31,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from agent_wrapper.contract import Rollout
+from rollout_backend.base.retry import repeat
 from rollout_backend.core.earlier_batches import describe_batch, global_step_of
 from rollout_backend.core.rows import Rows, mask_group, rows_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
-from rollout_backend.results.page.report import try_to_write_report
-from rollout_backend.results.step_report import GroupResult, StepResult
-from rollout_backend.retry import repeat
-from rollout_backend.serving.supervisor import ServingEvent
+from rollout_backend.model.serving.supervisor import ServingEvent
+from rollout_backend.run.accounts.step_report import GroupResult, StepResult
 from rollout_backend.verl import early_checks, row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.async_batches import AsyncBatches, StepNumbers
@@ -66,6 +65,7 @@ from rollout_backend.verl.verl_settings import (
     sampling_of,
     settings_of,
 )
+from rollout_backend.views.page.report import try_to_write_report
 
 log = logging.getLogger(__name__)
 

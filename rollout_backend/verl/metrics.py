@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.rows import Rows
-from rollout_backend.results.step_report import GroupResult
+from rollout_backend.run.accounts.step_report import GroupResult
 
 GROUP_DROPPED, UNTRAINABLE, MASKED, TOO_OLD = "group_dropped", "untrainable", "masked", "too_old"
 CLASSES = (

@@ -16,7 +16,7 @@ from PIL import Image
 
 from rollout_backend.core.rows import SeenImage
 from rollout_backend.errors import ConfigError
-from rollout_backend.rendering.image_positions import prepares_images
+from rollout_backend.model.rendering.image_positions import prepares_images
 
 _PROCESSOR = "Qwen3VLProcessor"
 

@@ -30,7 +30,7 @@ from tenacity.stop import StopBaseT
 from agent_wrapper.contract import Rollout
 from rollout_backend.core.earlier_batches import Origin
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.step_report import GroupResult
+from rollout_backend.run.accounts.step_report import GroupResult
 from rollout_backend.verl import verl_api
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from agent_wrapper.contract import Sampling
+from rollout_backend.base.names import derived_name
 from rollout_backend.config import ModelConfig, RolloutConfig, load_config
 from rollout_backend.errors import ConfigError
-from rollout_backend.names import derived_name
 from rollout_backend.verl import verl_api
 from rollout_backend.verl.advantage import needs_row_uids
 from rollout_backend.verl.verl_api import ADAPTER

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.workbench.local.cloud import LocalStorage
 from stub_server import StubServer
 from wrapper_containers import Cloud, Container, Gateway, Signal
 

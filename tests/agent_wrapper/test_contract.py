@@ -29,7 +29,7 @@ from agent_wrapper.contract import (
 )
 from agent_wrapper.contract.codec import unpack
 from rollout_backend.core.seal import digest_of
-from rollout_backend.rendering.segments import Completion, SegmentRecorder
+from rollout_backend.model.rendering.segments import Completion, SegmentRecorder
 
 # --- strategies -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 
 from agent_wrapper.context import CURRENT, RolloutContext
 from agent_wrapper.model_calls import _redirect_http, _refuse_langchain_aws
-from rollout_backend.dialects.registry import DIALECTS
+from rollout_backend.model.dialects.registry import DIALECTS
 
 ENDPOINT = "http://gateway/v1"
 CONTEXT = RolloutContext(payload={}, base_url=ENDPOINT, api_key="session", model="org/the-model")

@@ -12,14 +12,14 @@ from agent_wrapper.publish import Publisher, PublishError
 from agent_wrapper.shared.own_answers import AGENT_SERVER, ENGINE, GATEWAY, KUBERNETES, own_answer
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 from builders import eventually, served
+from rollout_backend.agents.runtimes.http import HttpRuntime, session_stopper
+from rollout_backend.agents.runtimes.kubernetes.api import Cluster, ClusterCredentials, ClusterError, KubernetesApi
+from rollout_backend.agents.runtimes.kubernetes.runtime import delete_job
 from rollout_backend.config import HttpConfig
 from rollout_backend.errors import InvokeRejected, RuntimeUnavailable
-from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.runtimes.http import HttpRuntime, session_stopper
-from rollout_backend.runtimes.kubernetes.api import Cluster, ClusterCredentials, ClusterError, KubernetesApi
-from rollout_backend.runtimes.kubernetes.runtime import delete_job
+from rollout_backend.model.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.model.gateway.engine.engines import Engines
+from rollout_backend.model.gateway.engine.protocol import EngineRequest
 
 FOREIGN = {
     "nginx": (404, "default backend - 404"),

@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rollout_backend import cli
-from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import re
 from anyio.from_thread import start_blocking_portal
 
 from builders import refused
-from rollout_backend.collect.store import ResultStore
 from rollout_backend.config import AwsConfig, StorageConfig
-from rollout_backend.local.cloud import LocalRuntime
-from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.run_lease import LeaseHolder, RunLease
+from rollout_backend.run.collect.store import ResultStore
+from rollout_backend.run.lease import LeaseHolder, RunLease
+from rollout_backend.workbench.local.cloud import LocalRuntime
+from rollout_backend.workbench.local.scripted import ScriptedEngine
 
 
 def test_without_credentials(rollout, settings, tasks, monkeypatch, tmp_path):

@@ -12,11 +12,11 @@ import typer
 
 from builders import run_config
 from rollout_backend import RolloutManager
+from rollout_backend.base.local_keys import bypass_proxies
 from rollout_backend.cli import main
 from rollout_backend.cli.common import errors, exit_codes, load_settings, make_console
-from rollout_backend.deploy import target as target_module
-from rollout_backend.deploy.target import Network, Target
-from rollout_backend.local_keys import bypass_proxies
+from rollout_backend.workbench.deploy import target as target_module
+from rollout_backend.workbench.deploy.target import Network, Target
 
 STUBBORN = """
 import asyncio
@@ -187,6 +187,6 @@ async def test_a_manager_in_any_trainer_reaches_this_machine_without_the_users_p
         # Restored after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr("rollout_backend.run_services.RunServices.start", start)
+    monkeypatch.setattr("rollout_backend.run.services.RunServices.start", start)
     with pytest.raises(Started, match=r"127\.0\.0\.1,localhost"):
         await RolloutManager(run_config()).__aenter__()

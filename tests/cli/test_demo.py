@@ -1,10 +1,10 @@
-"""What `rollout demo` and `rollout dev` refuse before anything starts; tests/e2e and tests/local run them."""
+"""What `rollout demo` and `rollout dev` refuse before anything starts; `e2e` and `workbench/local` run them."""
 
 import json
 
 from builders import refused
 from rollout_backend.core.tasks import read_tasks
-from rollout_backend.local.scripted import ScriptedSums
+from rollout_backend.workbench.local.scripted import ScriptedSums
 from stub_server import StubServer
 
 
@@ -42,7 +42,7 @@ def test_a_script_and_an_endpoint_exclude_each_other(rollout):
 
 def test_the_script_answers_the_demos_tasks_so_that_most_groups_have_spread(repository):
     reply = ScriptedSums()
-    tasks = read_tasks(repository / "rollout_backend" / "local" / "demo" / "tasks.jsonl")
+    tasks = read_tasks(repository / "rollout_backend" / "workbench" / "local" / "demo" / "tasks.jsonl")
     questions = [(str(task.payload["question"]), f"It is {task.payload['answer']}.") for task in tasks]
     right = [[reply(question) == answer for _ in range(4)] for question, answer in questions]
     assert all(any(group) for group in right)

@@ -9,7 +9,7 @@ import yaml
 
 from builders import refused
 from made_runs import MadeRun, make_run
-from rollout_backend.results.archive import RunArchive
+from rollout_backend.run.accounts.archive import RunArchive
 
 
 def test_the_newest_run_or_a_named_one(rollout, here):

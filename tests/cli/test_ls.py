@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from builders import refused
 from rollout_backend import cli
-from rollout_backend.results.run_data import list_runs
+from rollout_backend.views.run_data import list_runs
 from run_folders import write_run
 
 

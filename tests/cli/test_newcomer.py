@@ -1,6 +1,6 @@
 """The mistakes of a newcomer, and what the command line says about each.
 
-tests/README.md lists fourteen of them. Rewards that are all equal are in `tests/results/test_verdict.py`.
+tests/README.md lists fourteen of them. Rewards that are all equal are in `tests/run/accounts/test_verdict.py`.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ import pytest
 import yaml
 
 from builders import eventually
-from rollout_backend.checks.machine import check_agent, check_machine
 from rollout_backend.config import load_config
 from rollout_backend.core.reasons import NOT_SERVING_TEXT
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.run_data import read_run
+from rollout_backend.run.checks.machine import check_agent, check_machine
+from rollout_backend.views.run_data import read_run
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine
 from stub_server import Request, StubServer
 
 APP = "from agent_wrapper import RolloutApp\napp = RolloutApp()\n@app.entrypoint\ndef agent(context): ...\n"

@@ -17,10 +17,10 @@ from builders import refused
 from rollout_backend import cli
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.replay import rollout_digest, rows_as_parquet, step_digest
-from rollout_backend.results.step_report import StepResult
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.views.replay import rollout_digest, rows_as_parquet, step_digest
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from agent_wrapper.contract import Outcome, Rollout
 from builders import refused
 from rollout_backend import cli
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.archive import RunArchive
+from rollout_backend.run.accounts.archive import RunArchive
 from rollouts import make_rollout, make_segment
 from run_folders import make_step
 

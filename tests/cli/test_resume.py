@@ -18,10 +18,10 @@ from agent_wrapper.contract import Rollout
 from builders import refused, run_config, until
 from rollout_backend.core.harbor import CONTAINER_FIELD
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.agentcore_emulator import ROLE
-from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.run_info import RunStart, StartedBy
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.run.accounts.run_info import RunStart, StartedBy
+from rollout_backend.workbench.local.agentcore_emulator import ROLE
+from rollout_backend.workbench.local.scripted import ScriptedEngine
 from tests.emulators.ecr_emulator import REGISTRY
 
 AWS_KEY = "aws-secret-access-key-of-the-trainer"

@@ -12,7 +12,7 @@ import yaml
 from builders import eventually, user
 from rollout_backend.cli.serve import serve_model, serving_config
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine
 
 QUESTION = [user("Say something.")]
 

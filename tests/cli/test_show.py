@@ -12,8 +12,8 @@ from builders import refused
 from made_runs import MadeRun, make_run
 from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
-from rollout_backend.gateway.stats import EngineUse
-from rollout_backend.results.archive import RunArchive
+from rollout_backend.model.gateway.stats import EngineUse
+from rollout_backend.run.accounts.archive import RunArchive
 from run_folders import write_training
 
 

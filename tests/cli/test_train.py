@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from agent_servers import serve_agent
 from agent_wrapper.contract import Rollout
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.workbench.local.cloud import LocalStorage
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
 from tests.emulators.tinker_training import EmulatedTrainer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_servers import serve_agent
-from rollout_backend.local.scripted import Fail, Reply, ScriptedEngine
+from rollout_backend.workbench.local.scripted import Fail, Reply, ScriptedEngine
 
 
 @pytest.fixture(scope="session")

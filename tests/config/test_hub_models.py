@@ -9,8 +9,8 @@ from pathlib import Path
 from aiohttp import web
 
 from builders import served
-from rollout_backend.child_process import run_child
-from rollout_backend.local.scripted import BYTE_MODEL
+from rollout_backend.base.child_process import run_child
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 COMMIT = "c" * 40
 RESOLVE = """

@@ -6,8 +6,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from rollout_backend.core.dockerignore import FilePatterns
-from rollout_backend.deploy.package import copy_agent
 from rollout_backend.errors import ConfigError
+from rollout_backend.workbench.deploy.package import copy_agent
 
 MATCHES = """
 ** file | ** dir/file | **/ file | **/ dir/file | **/** dir/file | dir/** dir/file | dir/** dir/dir2/file

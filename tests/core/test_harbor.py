@@ -306,5 +306,5 @@ def test_on_agentcore_more_memory_than_a_session_has_is_refused_with_the_setting
 
 
 def test_a_run_without_the_verifier_is_refused(make):
-    with pytest.raises(ConfigError, match=r"set scoring.function=rollout_backend.scoring.harbor:verify"):
+    with pytest.raises(ConfigError, match=r"set scoring.function=rollout_backend.run.scoring.harbor:verify"):
         check_private(read_tasks(make()), scored=False)

@@ -14,10 +14,10 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.config import RolloutConfig, load_config
-from rollout_backend.local.cloud import LocalCloud, LocalRuntime, LocalStorage
-from rollout_backend.local.scripted import BYTE_MODEL, Script, ScriptedEngine
-from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
+from rollout_backend.workbench.local.cloud import LocalCloud, LocalRuntime, LocalStorage
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, Script, ScriptedEngine
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
 
 AGENT = """
 from openai import AsyncOpenAI

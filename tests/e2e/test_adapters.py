@@ -8,10 +8,10 @@ from adapters import save_adapter
 from rollout_backend.config import EngineName
 from rollout_backend.core.tasks import read_tasks
 from rollout_backend.errors import ConfigError
-from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.install import find_engine
+from rollout_backend.model.serving.install import find_engine
 from rollout_backend.testing.forward_pass import adapter_logprobs
+from rollout_backend.workbench.local.cloud import LocalCloud
 from tiny_engine import check_versions, cpu_config, make_models, requests_run, versions_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.scripted import ToolCall
+from rollout_backend.workbench.local.scripted import ToolCall
 from token_exact import is_token_exact, recorded_calls
 
 AGENT = Path(__file__).with_name("strands_agent.py")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from builders import processes_with, until
-from rollout_backend.local.scripted import ScriptedEngine
+from rollout_backend.workbench.local.scripted import ScriptedEngine
 
 
 def in_the_foreground() -> None:

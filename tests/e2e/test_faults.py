@@ -27,17 +27,17 @@ import yaml
 
 from agent_wrapper.contract import PUT_HEADERS, Outcome
 from builders import eventually, load_module
-from rollout_backend.collect.presign import Presigner
 from rollout_backend.config import AwsConfig, StorageConfig, load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CredentialsExpired
-from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.run.collect.presign import Presigner
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, Rule
+from rollout_backend.workbench.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.workbench.local.scripted import ScriptedEngine
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
 from rollouts import make_claims
 from tests.e2e.conftest import BASE
 

@@ -16,12 +16,12 @@ from agent_wrapper.contract import Outcome
 from builders import eventually, kinds
 from ray_cluster import REMOVABLE, machine, ray_machines
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.serving.install import find_engine
-from rollout_backend.serving.supervisor import ServingEvent
+from rollout_backend.model.serving.install import find_engine
+from rollout_backend.model.serving.supervisor import ServingEvent
+from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.testing.forward_pass import reference_logprobs
+from rollout_backend.workbench.local.cloud import LocalCloud
 from tiny_engine import check_versions, cpu_config, make_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(900)]

@@ -12,12 +12,12 @@ import pytest
 from agent_wrapper.contract import Outcome
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.scripted import ScriptedEngine
-from rollout_backend.local.spawner import PreforkSpawner
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.workbench.local.cloud import LocalStorage
+from rollout_backend.workbench.local.scripted import ScriptedEngine
+from rollout_backend.workbench.local.spawner import PreforkSpawner
 from tests.e2e.conftest import BASE
 from tests.emulators.kubernetes_emulator import ApiFault, KubernetesEmulator
 

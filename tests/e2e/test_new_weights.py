@@ -8,10 +8,10 @@ import pytest
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.tasks import read_tasks
-from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.serving.install import find_engine
+from rollout_backend.model.serving.install import find_engine
 from rollout_backend.testing.forward_pass import reference_logprobs
+from rollout_backend.workbench.local.cloud import LocalCloud
 from tiny_engine import (
     check_versions,
     cpu_config,

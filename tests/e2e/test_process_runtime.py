@@ -9,7 +9,7 @@ import pytest
 import yaml
 from anyio.from_thread import start_blocking_portal
 
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine, ScriptedSums
 from tests.emulators.ministack import MiniStack
 
 pytestmark = pytest.mark.slow

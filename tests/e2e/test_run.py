@@ -10,8 +10,8 @@ from agent_wrapper.contract.keys import traceparent
 from builders import eventually
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError
-from rollout_backend.local.scripted import Fail
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.workbench.local.scripted import Fail
 from tests.emulators.otlp_receiver import OtlpReceiver
 from token_exact import is_token_exact
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine
 
 pytestmark = pytest.mark.slow
 AGENT = """import openai

@@ -5,7 +5,7 @@ import logging
 from agent_wrapper.contract import Outcome
 from agent_wrapper.contract.codec import unpack
 from rollout_backend.core.tasks import Task
-from rollout_backend.serving.run_secret import secret_file
+from rollout_backend.model.serving.run_secret import secret_file
 
 HOSTILE = """
 import logging, os

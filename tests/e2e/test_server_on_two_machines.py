@@ -7,8 +7,8 @@ import pytest
 
 from builders import run_config
 from ray_cluster import machine, ray_machines
-from rollout_backend.serving.engine_fleet import EngineFleet
-from rollout_backend.serving.install import find_engine
+from rollout_backend.model.serving.engine_fleet import EngineFleet
+from rollout_backend.model.serving.install import find_engine
 from rollout_backend.testing.forward_pass import reference_logprobs
 from tiny_engine import make_models
 

@@ -38,7 +38,7 @@ import yaml
 from aiohttp import web
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rollout_backend.local.http_proxy import HttpProxy, signature_of
+from rollout_backend.workbench.local.http_proxy import HttpProxy, signature_of
 
 _REGION = "us-east-1"
 _KINDS = {"CodeBuild_20161006": "codebuild", "Logs_20140328": "logs"}

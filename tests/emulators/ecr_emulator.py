@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout_backend.local.http_proxy import HttpProxy
+from rollout_backend.workbench.local.http_proxy import HttpProxy
 
 REGISTRY = "000000000000.dkr.ecr.us-east-1.amazonaws.com"
 _DOCKER = "application/vnd.docker."

@@ -29,7 +29,7 @@ from urllib.parse import parse_qs, unquote
 
 from aiohttp import web
 
-from rollout_backend.local.http_proxy import HttpProxy, signature_of
+from rollout_backend.workbench.local.http_proxy import HttpProxy, signature_of
 
 _ELEMENTS = frozenset({"Sid", "Effect", "Action", "Resource", "Condition"})
 _BATCHES = {"DeleteMessageBatch": "DeleteMessage", "SendMessageBatch": "SendMessage"}

@@ -1,8 +1,8 @@
 """An emulator of a Kubernetes API server with one namespace, whose pods are processes on this machine.
 
-It answers the calls that `rollout_backend.runtimes.kubernetes` makes, and is as unkind as a cluster: it cuts watches,
-forgets versions, refuses calls, loses answers after it has acted, lets tokens expire, and kills, evicts or never
-starts containers. `kubernetes_nodes` runs the pods.
+It answers the calls that `rollout_backend.agents.runtimes.kubernetes` makes, and is as unkind as a cluster: it cuts
+watches, forgets versions, refuses calls, loses answers after it has acted, lets tokens expire, and kills, evicts or
+never starts containers. `kubernetes_nodes` runs the pods.
 
 It does not schedule by resources or keep anything after its end, and only a `FolderImage` isolates containers.
 """
@@ -26,7 +26,7 @@ from uuid import uuid4
 import yaml
 from aiohttp import web
 
-from rollout_backend.local.spawner import Spawner
+from rollout_backend.workbench.local.spawner import Spawner
 from tests.emulators.kubernetes_nodes import Fate, Nodes
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
 
 _OWN = ("dev", "tests", "logs")
 _DEVICES = ("null", "zero", "full", "random", "urandom")

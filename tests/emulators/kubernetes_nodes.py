@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollout_backend.local.spawner import Spawner
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.workbench.local.spawner import Spawner
 from tests.emulators.kubernetes_images import FolderImage, termination_file
 
 Fate = Literal[

@@ -19,8 +19,8 @@ from pathlib import Path
 import aiohttp
 from filelock import FileLock
 
-from rollout_backend.serving.install import cache_dir
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.model.serving.install import cache_dir
+from rollout_backend.model.serving.server_process import ServerProcess, free_port
 
 ROOT = Path(__file__).parents[2]
 NEWER = ("python3.14", "python3.13", "python3.12")

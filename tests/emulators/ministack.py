@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from harnesses import installed
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.workbench.local.cloud import LocalStorage
 
 
 class MiniStack(LocalStorage):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_backend.config import ExpertShape
-from rollout_backend.local.scripted import Routing
+from rollout_backend.workbench.local.scripted import Routing
 
 
 def seeded_routing(shape: ExpertShape, seed: int = 0) -> Routing:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollout_backend.local.scripted import BYTE_MODEL, LOGPROB, Script, ScriptedEngine, event
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, LOGPROB, Script, ScriptedEngine, event
 
 _SAMPLING = frozenset(
     {

@@ -16,8 +16,8 @@ from builders import served
 from rollout_backend.config import load_config
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.tasks import Task, read_tasks
-from rollout_backend.local.scripted import ToolCall
-from rollout_backend.results.step_report import GroupResult
+from rollout_backend.run.accounts.step_report import GroupResult
+from rollout_backend.workbench.local.scripted import ToolCall
 from rollouts import make_rollout, make_segment
 
 NAMES = ["arithmetic", "tool_agent"]

@@ -14,13 +14,13 @@ from textwrap import dedent
 import pytest
 
 from agent_wrapper.contract import Rollout
+from rollout_backend.agents.runtimes.agentcore.control import control_client, list_runtimes
 from rollout_backend.core.tasks import read_tasks
-from rollout_backend.local.cloud import LocalRuntime, LocalStorage
-from rollout_backend.local.control_plane import ControlLimits
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.runtimes.agentcore.control import control_client, list_runtimes
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.workbench.local.cloud import LocalRuntime, LocalStorage
+from rollout_backend.workbench.local.control_plane import ControlLimits
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine, ToolCall
 from tests.emulators.kubernetes_emulator import KubernetesEmulator
 from tests.emulators.kubernetes_images import FolderImage, can_make_containers
 from token_exact import is_token_exact, recorded_calls

@@ -20,21 +20,21 @@ from anyio.from_thread import start_blocking_portal
 from agent_servers import ARN, IMAGE, serve_emulator
 from agent_wrapper.contract import Outcome
 from builders import eventually
-from rollout_backend.checks import preflight
-from rollout_backend.checks.examination import examine
-from rollout_backend.collect.queue import AnnouncementQueue, queue_name
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.agents.runtimes.base import open_runtime
 from rollout_backend.config import RolloutConfig, load_config
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import PreflightError
-from rollout_backend.janitor.janitor_process import Janitor
-from rollout_backend.local.agentcore_emulator import ROLE
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.local.scripted import BYTE_MODEL, ScriptedEngine
-from rollout_backend.local.session_pool import EmulatorLimits
 from rollout_backend.manager import RolloutManager
-from rollout_backend.run_lease import LeaseHolder, RunLease
-from rollout_backend.runtimes.base import open_runtime
+from rollout_backend.run.checks import preflight
+from rollout_backend.run.checks.examination import examine
+from rollout_backend.run.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.run.collect.store import ResultStore
+from rollout_backend.run.janitor.janitor_process import Janitor
+from rollout_backend.run.lease import LeaseHolder, RunLease
+from rollout_backend.workbench.local.agentcore_emulator import ROLE
+from rollout_backend.workbench.local.cloud import LocalStorage
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, ScriptedEngine
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
 from tests.emulators.iam_proxy import IamProxy
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_backend.runtimes.kubernetes.manifests import AGENT_FOLDER
+from rollout_backend.agents.runtimes.kubernetes.manifests import AGENT_FOLDER
 
 ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "infra" / "agent.Dockerfile"

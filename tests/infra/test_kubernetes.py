@@ -10,10 +10,10 @@ import yaml
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, RolloutRequest
 from kubernetes_bench import IMAGE, request_block
+from rollout_backend.agents.runtimes.kubernetes.manifests import job_manifest, secret_manifest, verifier_manifest
+from rollout_backend.agents.runtimes.kubernetes.runtime import RULES
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.harbor import TaskContainer
-from rollout_backend.runtimes.kubernetes.manifests import job_manifest, secret_manifest, verifier_manifest
-from rollout_backend.runtimes.kubernetes.runtime import RULES
 from rollouts import make_rollout
 
 ROOT = Path(__file__).parents[2]

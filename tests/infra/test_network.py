@@ -9,11 +9,11 @@ import pytest
 
 from builders import run_config
 from rollout_backend.config import RolloutConfig
-from rollout_backend.deploy.image import DOCKERFILE
-from rollout_backend.dialects.registry import DIALECTS
-from rollout_backend.relay.forwarding import route as relay_route
-from rollout_backend.serving.gateway_process import public_url
-from rollout_backend.serving.run_secret import model_endpoint
+from rollout_backend.model.dialects.registry import DIALECTS
+from rollout_backend.model.relay.forwarding import route as relay_route
+from rollout_backend.model.serving.gateway_process import public_url
+from rollout_backend.model.serving.run_secret import model_endpoint
+from rollout_backend.workbench.deploy.image import DOCKERFILE
 from rollouts import make_claims
 from tests.infra.conftest import INFRA, Stack, load_template
 

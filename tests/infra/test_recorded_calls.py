@@ -13,19 +13,19 @@ from aiohttp import web
 
 import agent_wrapper
 from builders import eventually, served
-from rollout_backend.collect.queue import queue_name
 from rollout_backend.config import StorageConfig
-from rollout_backend.deploy import deployment as deployment_module
-from rollout_backend.deploy import image as image_module
-from rollout_backend.deploy.adoption import adopt
-from rollout_backend.deploy.calls import ADOPT, DOWN, Call, calls_of_deployment
-from rollout_backend.deploy.deployment import Deployment
-from rollout_backend.deploy.package import CodePackage
-from rollout_backend.deploy.target import find_deployed, read_stack
-from rollout_backend.deploy.teardown import Teardown
 from rollout_backend.errors import PreflightError
-from rollout_backend.local.cloud import LocalRuntime
-from rollout_backend.local.control_plane import ControlLimits
+from rollout_backend.run.collect.queue import queue_name
+from rollout_backend.workbench.deploy import deployment as deployment_module
+from rollout_backend.workbench.deploy import image as image_module
+from rollout_backend.workbench.deploy.adoption import adopt
+from rollout_backend.workbench.deploy.calls import ADOPT, DOWN, Call, calls_of_deployment
+from rollout_backend.workbench.deploy.deployment import Deployment
+from rollout_backend.workbench.deploy.package import CodePackage
+from rollout_backend.workbench.deploy.target import find_deployed, read_stack
+from rollout_backend.workbench.deploy.teardown import Teardown
+from rollout_backend.workbench.local.cloud import LocalRuntime
+from rollout_backend.workbench.local.control_plane import ControlLimits
 from stacks import described_stack
 from tests.emulators.codebuild_emulator import CodeBuildEmulator
 from tests.emulators.ecr_emulator import EcrEmulator

@@ -12,9 +12,9 @@ import yaml
 
 from builders import run_config
 from rollout_backend.config import load_config
-from rollout_backend.relay.cli import KEY_ENV, serve
-from rollout_backend.relay.relay_server import _KEEPALIVE_S
-from rollout_backend.relay.relay_settings import RelaySettings
+from rollout_backend.model.relay.cli import KEY_ENV, serve
+from rollout_backend.model.relay.relay_server import _KEEPALIVE_S
+from rollout_backend.model.relay.relay_settings import RelaySettings
 from tests.infra.conftest import INFRA, load_template
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_the_image_holds_the_relays_imports_and_nothing_heavy(tmp_path: Path) ->
             else:
                 shutil.copy(source, tmp_path / target)
     code = (
-        "import sys, rollout_backend.relay.__main__\n"
+        "import sys, rollout_backend.model.relay.__main__\n"
         "for name, module in sys.modules.items(): print(name, getattr(module, '__file__', None))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -172,7 +172,9 @@ def test_the_pages_settings_can_be_loaded_and_its_options_exist(tmp_path: Path) 
     path.write_text(text)
     assert load_config(path, env={KEY_ENV: "k" * 32}).relay is not None
     named = set(re.findall(r"`(--[a-z-]+)`", PAGE)) | set(
-        re.findall(r"(--[a-z-]+)", next(line for line in PAGE.splitlines() if "-m rollout_backend.relay" in line))
+        re.findall(
+            r"(--[a-z-]+)", next(line for line in PAGE.splitlines() if "-m rollout_backend.model.relay" in line)
+        )
     )
     assert len(named) >= 6
     assert named <= options()

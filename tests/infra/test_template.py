@@ -11,9 +11,9 @@ from typing import Any, get_args
 import pytest
 
 from builders import run_config
-from rollout_backend.collect import buffer
 from rollout_backend.config import RuntimeConfig
-from rollout_backend.deploy.calls import BUILD, DEPLOY, DOWN
+from rollout_backend.run.collect import buffer
+from rollout_backend.workbench.deploy.calls import BUILD, DEPLOY, DOWN
 from tests.emulators.iam_proxy import Access, allowed
 from tests.infra.conftest import INFRA, TEMPLATE
 

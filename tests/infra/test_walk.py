@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from rollout_backend.config import load_config
-from rollout_backend.deploy.deployment import config_text
-from rollout_backend.deploy.target import Network, Target
+from rollout_backend.workbench.deploy.deployment import config_text
+from rollout_backend.workbench.deploy.target import Network, Target
 from tests.infra.conftest import load_template
 
 ROOT = Path(__file__).parents[2]

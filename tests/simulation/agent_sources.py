@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_wrapper.contract import Rollout, RolloutRequest
-from rollout_backend.agent_protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
+from rollout_backend.agents.protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
 from tests.simulation.environment import Environment
 from tests.simulation.s3 import Bucket
 

@@ -24,7 +24,7 @@ from rollout_backend.core.earlier_batches import EarlierBatches, Origin, batch_n
 from rollout_backend.core.manifest import Manifest, digest_of
 from rollout_backend.core.staleness import groups_to_await
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.run.accounts.step_report import GroupResult, StepResult
 
 AHEAD = 2  # batches, and the age limit
 TRAINING_S = 0.3

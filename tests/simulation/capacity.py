@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from rollout_backend.dispatch.rate_limiter import TokenBucket
 from rollout_backend.errors import (
     NoCredentials,
     QuotaExceeded,
@@ -15,6 +14,7 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
+from rollout_backend.run.dispatch.rate_limiter import TokenBucket
 from tests.simulation.environment import Environment
 
 

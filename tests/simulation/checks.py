@@ -6,13 +6,13 @@ import json
 from collections import Counter
 
 from agent_wrapper.contract import Announcement, ContractError, Outcome, Rollout, parse_result_key, result_key
-from rollout_backend.collect.buffer import IDLE_INTERVALS
-from rollout_backend.collect.queue import Message
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import STORE_UNAVAILABLE
 from rollout_backend.core.manifest import payload_digest
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.step.step import Step
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.run.collect.buffer import IDLE_INTERVALS
+from rollout_backend.run.collect.queue import Message
+from rollout_backend.run.step.step import Step
 from tests.simulation.gateway import HEARTBEAT_S
 from tests.simulation.s3 import BUCKET
 from tests.simulation.trainer import Trainer

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.tasks import Task
-from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.step.circuit_breaker import CircuitBreaker
-from rollout_backend.step.services import StepServices
-from rollout_backend.step.step import Step
-from rollout_backend.step.task_blocklist import TaskBlocklist
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.manifest_store import ManifestStore
+from rollout_backend.run.dispatch.call_queue import CallQueue
+from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.step.circuit_breaker import CircuitBreaker
+from rollout_backend.run.step.services import StepServices
+from rollout_backend.run.step.step import Step
+from rollout_backend.run.step.task_blocklist import TaskBlocklist
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.faults import Faults
 from tests.simulation.gateway import SimGateway

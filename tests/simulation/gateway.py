@@ -15,7 +15,7 @@ from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ServingError
-from rollout_backend.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal as journals
 from tests.simulation.environment import Environment
 from tests.simulation.session import Session
 from tests.simulation.trainer import Trainer

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from agent_wrapper.contract import Announcement
-from rollout_backend.agent_protocols import translator
+from rollout_backend.agents.protocols import translator
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.clock import Deadlock, VirtualLoop
 from tests.simulation.faults import Faults

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.step.in_flight import InFlightLog
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.run.step.in_flight import InFlightLog
 from tests.simulation.environment import Environment
 from tests.simulation.s3 import Bucket
 from tests.simulation.session_audit import SessionAudit

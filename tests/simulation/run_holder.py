@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from rollout_backend.run_lease import LeaseRecord
+from rollout_backend.run.lease import LeaseRecord
 from tests.simulation.environment import Environment
 from tests.simulation.trainer import Trainer
 

@@ -12,9 +12,9 @@ from functools import lru_cache, partial
 from typing import NoReturn
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
+from rollout_backend.run.collect.store import StoredObject
 from tests.simulation.environment import Environment
 from tests.simulation.run_holder import RunHolder
 from tests.simulation.trainer import Trainer

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.scoring.scorer import ScoringError
+from rollout_backend.run.scoring.scorer import ScoringError
 from tests.simulation.agents import artifacts_of
 from tests.simulation.environment import Environment
 

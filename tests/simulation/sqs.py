@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollout_backend.collect.queue import Message
+from rollout_backend.run.collect.queue import Message
 from tests.simulation.environment import Environment
 from tests.simulation.trainer import Trainer
 

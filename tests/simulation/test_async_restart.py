@@ -12,8 +12,8 @@ from typing import Any
 
 from rollout_backend.core.manifest import Manifest, StepRequest
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.step.step import Step
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.run.step.step import Step
 from tests.simulation.async_trainer import AHEAD, AsyncTrainer
 
 KILLS, STEPS, BATCH, SIZE = 50, 100, 2, 4

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from agent_wrapper.contract import Announcement, result_key
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.fetcher import ResultDecoder
 from rollout_backend.config import CollectConfig
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.fetcher import ResultDecoder
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.faults import Faults
 from tests.simulation.s3 import BUCKET, SimStore

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.dispatch.rate_limiter import TokenBucket
-from rollout_backend.run_lease import FencedRuntime
+from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.rate_limiter import TokenBucket
+from rollout_backend.run.lease import FencedRuntime
 from tests.simulation.capacity import REFUSALS, Outage
 
 GROUP = 8

@@ -92,17 +92,17 @@ def test_simulation_uses_public_names_only(module):
     assert PrivateUses(module.read_text()).found == []
 
 
-BUFFER = "from rollout_backend.collect.buffer import RolloutBuffer\n"
+BUFFER = "from rollout_backend.run.collect.buffer import RolloutBuffer\n"
 
 
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from rollout_backend.collect.buffer import _T", "rollout_backend.collect.buffer._T"),
+        ("from rollout_backend.run.collect.buffer import _T", "rollout_backend.run.collect.buffer._T"),
         ("import rollout_backend._private", "rollout_backend._private"),
         ("buffer._sinks", "_sinks"),
         ("patch.object(RolloutBuffer, '_receive', broken)", "_receive"),
-        ("patch('rollout_backend.collect.buffer._T', broken)", "rollout_backend.collect.buffer._T"),
+        ("patch('rollout_backend.run.collect.buffer._T', broken)", "rollout_backend.run.collect.buffer._T"),
         ("setattr(buffer, '_sinks', {})", "_sinks"),
         ("def broken(self: RolloutBuffer):\n    return self._sinks", "_sinks"),
         (f"{BUFFER}class B(RolloutBuffer):\n    def f(self):\n        return self._sinks", "_sinks"),

@@ -13,9 +13,9 @@ from agent_wrapper.contract import REQUEST_FIELD, Failure, Outcome, Rollout
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen
-from rollout_backend.scoring.rollout_scorer import RolloutScorer
-from rollout_backend.scoring.scorer import ScoringError
-from rollout_backend.step.step import Step
+from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.run.scoring.scorer import ScoringError
+from rollout_backend.run.step.step import Step
 
 SHA256 = "a" * 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout_backend.run_lease import LeaseHolder
+from rollout_backend.run.lease import LeaseHolder
 
 
 class Killed(BaseException):

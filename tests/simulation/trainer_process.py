@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
-from rollout_backend.agent_protocols.translator import (
+from rollout_backend.agents.protocols.translator import (
     BucketTranslator,
     PollingTranslator,
     Translator,
     TranslatorOptions,
 )
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.fetcher import ResultSink
-from rollout_backend.collect.manifest_store import ManifestStore
 from rollout_backend.core.ledger import LedgerEntry, Phase
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.core.tasks import Task
-from rollout_backend.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
-from rollout_backend.results.step_report import StepResult
-from rollout_backend.run_lease import FencedRuntime, LeaseHolder, RunLease
-from rollout_backend.scoring.rollout_scorer import RolloutScorer
-from rollout_backend.step.circuit_breaker import CircuitBreaker
-from rollout_backend.step.services import StepServices
-from rollout_backend.step.step import Step
-from rollout_backend.step.task_blocklist import TaskBlocklist
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.fetcher import ResultSink
+from rollout_backend.run.collect.manifest_store import ManifestStore
+from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.lease import FencedRuntime, LeaseHolder, RunLease
+from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.run.step.circuit_breaker import CircuitBreaker
+from rollout_backend.run.step.services import StepServices
+from rollout_backend.run.step.step import Step
+from rollout_backend.run.step.task_blocklist import TaskBlocklist
 from tests.simulation.agent_sources import RuntimeApp, Toolkit
 from tests.simulation.agents import segments_of
 from tests.simulation.checks import Checks, Violation

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rollout_backend.serving.weights import ModelFolder
+from rollout_backend.model.serving.weights import ModelFolder
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -13,8 +13,8 @@ import httpx
 from anyio.from_thread import start_blocking_portal
 
 from builders import eventually
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.model.serving.server_process import ServerProcess, free_port
+from rollout_backend.workbench.local.cloud import LocalStorage
 
 ARN = "arn:aws:bedrock-agentcore:us-east-1:000000000000:runtime/local-0123456789"
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/local/agent:latest"
@@ -62,7 +62,7 @@ async def serve_emulator(
     """
     import uvicorn
 
-    from rollout_backend.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
+    from rollout_backend.workbench.local.agentcore_emulator import AgentCoreEmulator, EmulatorSettings
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_key import shard_of
-from rollout_backend.local.scripted import BYTE_MODEL, Pieces
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, Pieces
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from agent_wrapper.contract import Announcement, ContractError, Rollout, result_key
 from builders import eventually
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.queue import AnnouncementQueue
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.queue import AnnouncementQueue
+from rollout_backend.run.collect.store import ResultStore
 from rollouts import make_rollout
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from renderers import hy3
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.rendering.guarded_renderer import RendererBundle
-from rollout_backend.rendering.renderer import load_renderer
+from rollout_backend.model.rendering.guarded_renderer import RendererBundle
+from rollout_backend.model.rendering.renderer import load_renderer
 from vocabularies import tokenizer_folder
 
 Writer = Callable[[str, str], str]

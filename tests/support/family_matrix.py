@@ -14,8 +14,8 @@ from typing import Any
 from builders import function_tool, user
 from families import FAMILIES, GEMMA, Family
 from rollout_backend.core.model_call import Choice, ModelCall
-from rollout_backend.rendering.reply import StreamingParser, read_reply
-from rollout_backend.rendering.segments import Completion
+from rollout_backend.model.rendering.reply import StreamingParser, read_reply
+from rollout_backend.model.rendering.segments import Completion
 
 TEXT = {"type": "string"}
 TOOLS = [

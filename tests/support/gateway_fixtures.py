@@ -10,7 +10,7 @@ from anyio.from_thread import start_blocking_portal
 
 from rollout_backend.config import GatewayConfig, ModelConfig, RouterConfig, RouterKind, ServingConfig
 from rollout_backend.errors import ConfigError
-from rollout_backend.serving.install import cache_dir, find_engine, find_model, model_path
+from rollout_backend.model.serving.install import cache_dir, find_engine, find_model, model_path
 
 # A CPU engine starts without grammars. Without the second option, a small model fills JSON with blanks.
 GRAMMARS = ("--grammar-backend", "xgrammar", "--constrained-json-disable-any-whitespace")
@@ -18,7 +18,7 @@ GRAMMARS = ("--grammar-backend", "xgrammar", "--constrained-json-disable-any-whi
 
 @pytest.fixture(scope="session")
 def byte_model() -> ModelConfig:
-    from rollout_backend.local.scripted import BYTE_MODEL
+    from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
     return ModelConfig(path=BYTE_MODEL, name="scripted", renderer="chatml", context_length=4096)
 
@@ -26,7 +26,7 @@ def byte_model() -> ModelConfig:
 @pytest.fixture(scope="session")
 def byte_bundle(byte_model):
     """The renderer of the byte model."""
-    from rollout_backend.rendering.renderer import load_renderer
+    from rollout_backend.model.rendering.renderer import load_renderer
 
     return load_renderer(byte_model)
 
@@ -48,9 +48,9 @@ def smollm2() -> Path:
 def make_app(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects=None, port: int = 1, **settings):
     """Make the application of a gateway."""
     from gateway_server import CONTROL_KEY, SECRET
-    from rollout_backend.dialects.registry import DIALECTS
-    from rollout_backend.gateway.gateway_settings import GatewaySettings
-    from rollout_backend.gateway.server import create_app
+    from rollout_backend.model.dialects.registry import DIALECTS
+    from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+    from rollout_backend.model.gateway.server import create_app
 
     settings = GatewaySettings(
         port=port,
@@ -67,7 +67,7 @@ def make_app(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects
 def make_gateway(engine_url: str, model: ModelConfig, bundle, engine=None, **settings):
     """Make a gateway, which the caller starts."""
     from gateway_server import GatewayServer
-    from rollout_backend.serving.server_process import free_port
+    from rollout_backend.model.serving.server_process import free_port
 
     port = free_port()
     return GatewayServer(make_app(engine_url, model, bundle, port=port, **settings), port, engine)
@@ -85,7 +85,7 @@ def serve(bundle, byte_model):
 @pytest.fixture(scope="session")
 def shared_gateway(byte_model, byte_bundle):
     """One gateway before one scripted engine, for all tests that need no settings. Use `play`."""
-    from rollout_backend.local.scripted import ScriptedEngine
+    from rollout_backend.workbench.local.scripted import ScriptedEngine
 
     with ScriptedEngine(()) as engine, make_gateway(engine.url, byte_model, byte_bundle, engine=engine) as gateway:
         yield gateway
@@ -97,7 +97,7 @@ def play(shared_gateway, byte_model, bundle):
 
     It is a view of the shared gateway; with keyword arguments, its settings, it is a new gateway and a new engine.
     """
-    from rollout_backend.local.scripted import ScriptedEngine
+    from rollout_backend.workbench.local.scripted import ScriptedEngine
 
     with ExitStack() as stack:
 
@@ -138,7 +138,7 @@ def real_model() -> ModelConfig:
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory) -> Callable[..., AbstractContextManager[str]]:
     """`run_engine(model, within_s, **serving)` is a context: a real engine on the CPU, in float32; its URL."""
-    from rollout_backend.serving.local_engine import LocalEngine
+    from rollout_backend.model.serving.local_engine import LocalEngine
 
     @contextmanager
     def run(model: ModelConfig, within_s: float, **serving) -> Iterator[str]:
@@ -186,7 +186,7 @@ def real_vllm(real_model, run_engine, vllm_python) -> Iterator[str]:
 @pytest.fixture
 def behind_router(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """`behind_router(engine_url, kind)` is the URL of a real router with this engine."""
-    from rollout_backend.serving.router import Router
+    from rollout_backend.model.serving.router import Router
 
     with start_blocking_portal() as portal, ExitStack() as stack:
 

@@ -17,10 +17,10 @@ import uvicorn
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
-from rollout_backend.gateway.stats import GatewayStats
-from rollout_backend.local.scripted import Script, ScriptedEngine
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
+from rollout_backend.model.gateway.stats import GatewayStats
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.workbench.local.scripted import Script, ScriptedEngine
 from rollouts import make_claims
 
 SECRET = "test-secret-" * 4

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from filelock import FileLock
 from uv import find_uv_bin
 
-from rollout_backend.local.scripted import ToolCall
-from rollout_backend.serving.install import cache_dir
+from rollout_backend.model.serving.install import cache_dir
+from rollout_backend.workbench.local.scripted import ToolCall
 
-FOLDER = Path(__file__).parents[1] / "dialects" / "harnesses"
+FOLDER = Path(__file__).parents[1] / "model" / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
 PYTHON = {"openhands.txt": "3.12"}  # where 3.11 is too old
 

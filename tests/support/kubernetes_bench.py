@@ -10,9 +10,9 @@ from typing import Any
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD
 from protocol_requests import make_request
+from rollout_backend.agents.runtimes.kubernetes.runtime import KubernetesRuntime
 from rollout_backend.config import KubernetesConfig
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.runtimes.kubernetes.runtime import KubernetesRuntime
 from tests.emulators.kubernetes_emulator import KubernetesEmulator
 from tests.emulators.kubernetes_images import termination_file
 

@@ -14,11 +14,11 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, Segment, Turn, Ver
 from builders import function_call
 from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.core.tasks import Task
-from rollout_backend.gateway.stats import EngineUse
-from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import RolloutRecord, StepRecords
-from rollout_backend.results.step_report import GroupResult, failures_of, make_report
+from rollout_backend.model.gateway.stats import EngineUse
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.run.accounts.records import RolloutRecord, StepRecords
+from rollout_backend.run.accounts.step_report import GroupResult, failures_of, make_report
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 from rollouts import make_ledger
 
 BEGAN = 1_795_350_000.0

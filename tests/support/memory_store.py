@@ -3,9 +3,9 @@
 import hashlib
 from collections.abc import AsyncIterator
 
-from rollout_backend.collect.store import StoredObject
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
+from rollout_backend.run.collect.store import StoredObject
 
 
 class MemoryStore:

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.model.serving.server_process import ServerProcess, free_port
 
 KEY = "a-key-that-both-sides-know-" * 2
 
@@ -55,5 +55,5 @@ class RelayProcess(RelayServer):
 
 def relay_process(log: Path, *options: object, port: int = 0) -> RelayProcess:
     port = port or free_port()
-    argv = [sys.executable, "-m", "rollout_backend.relay", "--port", str(port), *map(str, options)]
+    argv = [sys.executable, "-m", "rollout_backend.model.relay", "--port", str(port), *map(str, options)]
     return RelayProcess(port, ServerProcess("the relay", argv, log, {**os.environ, "ROLLOUT__RELAY__KEY": KEY}))

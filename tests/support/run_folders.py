@@ -7,10 +7,10 @@ from typing import Any
 from agent_wrapper.contract import Outcome, Rollout
 from builders import run_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.records import ResultSummary, RolloutRecord, StepRecords
-from rollout_backend.results.run_info import RunStart, RunState
-from rollout_backend.results.step_report import GroupResult, StepResult, failures_of, make_report
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.run.accounts.records import ResultSummary, RolloutRecord, StepRecords
+from rollout_backend.run.accounts.run_info import RunStart, RunState
+from rollout_backend.run.accounts.step_report import GroupResult, StepResult, failures_of, make_report
 from rollouts import make_ledger, make_rollout
 
 

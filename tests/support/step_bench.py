@@ -16,27 +16,27 @@ from tenacity import wait_none
 
 from agent_wrapper.contract import Announcement, ModelEndpoint, Outcome, Rollout, RolloutRequest, manifest_key
 from builders import background
-from rollout_backend import aws
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.manifest_store import ManifestStore
-from rollout_backend.collect.queue import AnnouncementQueue, queue_name
-from rollout_backend.collect.store import ResultStore
+from rollout_backend.base import aws
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.core.tasks import Task
-from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import ServingError
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import GroupResult, StepResult
-from rollout_backend.run_lease import RunLease
-from rollout_backend.step.circuit_breaker import CircuitBreaker
-from rollout_backend.step.in_flight import InFlightLog
-from rollout_backend.step.services import Pauses, StepServices
-from rollout_backend.step.step import Step
-from rollout_backend.step.task_blocklist import TaskBlocklist
+from rollout_backend.run.accounts.step_report import GroupResult, StepResult
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.manifest_store import ManifestStore
+from rollout_backend.run.collect.queue import AnnouncementQueue, queue_name
+from rollout_backend.run.collect.store import ResultStore
+from rollout_backend.run.dispatch.call_queue import CallQueue
+from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.lease import RunLease
+from rollout_backend.run.step.circuit_breaker import CircuitBreaker
+from rollout_backend.run.step.in_flight import InFlightLog
+from rollout_backend.run.step.services import Pauses, StepServices
+from rollout_backend.run.step.step import Step
+from rollout_backend.run.step.task_blocklist import TaskBlocklist
 from rollouts import make_rollout
 
 Behaviour = Callable[["Agents", RolloutRequest], Awaitable[None]]

@@ -13,12 +13,12 @@ import aiohttp
 from agent_wrapper.contract import Segment
 from builders import processes_with
 from rollout_backend.config import EngineName, RolloutConfig, load_config
-from rollout_backend.local.cloud import LocalCloud
 from rollout_backend.manager import RolloutManager
-from rollout_backend.results.step_report import StepResult
+from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.workbench.local.cloud import LocalCloud
 
 _MAKE = (
-    "import sys; from pathlib import Path; from rollout_backend.local.tiny_model import make_tiny_model\n"
+    "import sys; from pathlib import Path; from rollout_backend.workbench.local.tiny_model import make_tiny_model\n"
     "for seed, folder in enumerate(sys.argv[1:]): make_tiny_model(Path(folder), seed, {})"
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from agent_wrapper.contract import Rollout, Trajectory
-from rollout_backend.local.scripted import LOGPROB, Reply, ScriptedEngine
+from rollout_backend.workbench.local.scripted import LOGPROB, Reply, ScriptedEngine
 
 Call = tuple[tuple[int, ...], tuple[int, ...]]  # the prompt, and what was sampled for it
 

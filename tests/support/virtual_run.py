@@ -12,17 +12,17 @@ from typing import Any
 
 from agent_wrapper.contract import ModelEndpoint, Rollout
 from memory_store import MemoryStore
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.agents.runtimes.base import SessionCalls
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.dispatch.call_queue import CallQueue
-from rollout_backend.dispatch.dispatcher import Dispatcher
-from rollout_backend.runtimes.base import SessionCalls
-from rollout_backend.step.circuit_breaker import CircuitBreaker
-from rollout_backend.step.in_flight import InFlightLog
-from rollout_backend.step.services import StepServices
-from rollout_backend.step.task_blocklist import TaskBlocklist
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.manifest_store import ManifestStore
+from rollout_backend.run.dispatch.call_queue import CallQueue
+from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.step.circuit_breaker import CircuitBreaker
+from rollout_backend.run.step.in_flight import InFlightLog
+from rollout_backend.run.step.services import StepServices
+from rollout_backend.run.step.task_blocklist import TaskBlocklist
 from step_bench import NoLines
 
 _BEGAN_AT = 1_800_000_000.0

@@ -25,8 +25,8 @@ from renderers import hy3
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rollout_backend.local.scripted import BYTE_MODEL
-from rollout_backend.serving.install import cache_dir
+from rollout_backend.model.serving.install import cache_dir
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 
 @dataclass(frozen=True)

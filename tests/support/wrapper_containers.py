@@ -19,8 +19,8 @@ from agent_wrapper.app import SESSION_HEADER
 from agent_wrapper.contract import Announcement, Rollout, RolloutRequest, Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from builders import until
-from rollout_backend.local.cloud import LocalStorage
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
+from rollout_backend.workbench.local.cloud import LocalStorage
 from rollouts import make_segment
 from stub_server import HANG_UP, Request
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from botocore.exceptions import ConnectionError, HTTPClientError, ReadTimeoutError
 
 from builders import served
-from rollout_backend import aws
+from rollout_backend.base import aws
 from rollout_backend.testing.fault_proxy import Fault, FaultProxy, ProxiedCall, Rule
 
 CUT = (ConnectionError, HTTPClientError)

@@ -17,7 +17,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, ManifestError, RunHeld, TrainingServiceError
-from rollout_backend.results.step_report import GroupResult, StepResult
+from rollout_backend.run.accounts.step_report import GroupResult, StepResult
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.tinker import TinkerService
 from rollouts import make_rollout, make_turn

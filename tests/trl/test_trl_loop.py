@@ -13,8 +13,8 @@ import pytest
 
 from builders import run_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.results.step_report import GroupResult
+from rollout_backend.run.accounts.step_report import GroupResult
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 from rollouts import make_rollout, make_segment
 
 pytest.importorskip("trl", reason="TRL is in a separate environment: run `make trl`")

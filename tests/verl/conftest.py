@@ -23,12 +23,12 @@ from anyio.from_thread import start_blocking_portal
 
 from agent_wrapper.contract import Rollout
 from builders import processes_with
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.session_pool import EmulatorLimits
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.local_keys import client_keys
-from rollout_backend.results.step_report import StepReport
-from rollout_backend.serving.server_process import ServerProcess
+from rollout_backend.base.local_keys import client_keys
+from rollout_backend.model.serving.server_process import ServerProcess
+from rollout_backend.run.accounts.step_report import StepReport
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 from trainings import verl_settings
 from verl_cpu.environment import environment, overrides
 
@@ -153,7 +153,7 @@ class Training:
     async def kill(self) -> None:
         """Kill all processes of the run except the janitor, as the kernel does if the memory is full."""
         while victims := [
-            pid for pid, command in self.processes().items() if "rollout_backend.janitor" not in command
+            pid for pid, command in self.processes().items() if "rollout_backend.run.janitor" not in command
         ]:
             for pid in victims:
                 with contextlib.suppress(ProcessLookupError):

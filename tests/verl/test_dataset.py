@@ -20,7 +20,7 @@ from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
-import rollout_backend.local
+import rollout_backend.workbench.local
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl import early_checks
@@ -48,7 +48,7 @@ PAYLOADS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(Path(rollout_backend.local.__file__).parent / "byte_model")
+    return AutoTokenizer.from_pretrained(Path(rollout_backend.workbench.local.__file__).parent / "byte_model")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from agent_wrapper.contract import Segment, Turn, VersionSpan
 from builders import load_module, run_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.step_report import GroupResult, StepReport
+from rollout_backend.run.accounts.step_report import GroupResult, StepReport
 from rollouts import make_rollout, make_segment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

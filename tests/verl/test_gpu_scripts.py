@@ -19,11 +19,11 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from rollout_backend.local.scripted import BYTE_MODEL
 from rollout_backend.verl import early_checks
 from rollout_backend.verl.trainer_sizes import mini_batch_unit
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_settings import settings_of
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "train_gpu"
 COLOCATED = (

@@ -12,7 +12,7 @@ import pytest
 from agent_wrapper.contract import Failure, Outcome, Rollout
 from rollout_backend.core.rows import Rows, mask_group, rows_of
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.step_report import GroupResult
+from rollout_backend.run.accounts.step_report import GroupResult
 from rollout_backend.verl.manager import CloudAgentLoopManager
 from rollout_backend.verl.metrics import as_metrics, count_group
 from rollouts import make_rollout, make_segment

@@ -24,7 +24,7 @@ from rollout_backend.config import ExpertShape
 from rollout_backend.core.rows import Rows, rows_of
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
-from rollout_backend.results.step_report import GroupResult, StepFailure
+from rollout_backend.run.accounts.step_report import GroupResult, StepFailure
 from rollout_backend.verl.manager import reward_extra_info
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_formats import v1_fields, v1_tag

@@ -29,9 +29,9 @@ from gateway_fixtures import make_gateway
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.rows import Row, rows_of
 from rollout_backend.core.seal import Sealer
-from rollout_backend.local.scripted import BYTE_MODEL, Aborted, Routing, ScriptedEngine
-from rollout_backend.serving.external_engine import check_options
+from rollout_backend.model.serving.external_engine import check_options
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
+from rollout_backend.workbench.local.scripted import BYTE_MODEL, Aborted, Routing, ScriptedEngine
 from rollouts import make_rollout
 from tests.emulators.scripted_experts import seeded_routing
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from builders import eventually, served
-from rollout_backend.serving.supervisor import EventKind, ServingEvent
+from rollout_backend.model.serving.supervisor import EventKind, ServingEvent
 from rollout_backend.verl.manager import _ServingLog
 from rollout_backend.verl.server_list import UNKNOWN, ServerList
 

@@ -19,14 +19,14 @@ from agent_wrapper.contract import Outcome, Rollout
 from builders import eventually
 from rollout_backend.config import load_config
 from rollout_backend.core.tasks import Task
-from rollout_backend.gateway.engine.client import EngineClient
-from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.local.cloud import LocalCloud
-from rollout_backend.local.session_pool import EmulatorLimits
-from rollout_backend.local.tiny_model import make_tiny_model
 from rollout_backend.manager import RolloutManager
-from rollout_backend.rendering.token_bytes import StopStrings
+from rollout_backend.model.gateway.engine.client import EngineClient
+from rollout_backend.model.gateway.engine.engines import Engines
+from rollout_backend.model.gateway.engine.protocol import EngineRequest
+from rollout_backend.model.rendering.token_bytes import StopStrings
+from rollout_backend.workbench.local.cloud import LocalCloud
+from rollout_backend.workbench.local.session_pool import EmulatorLimits
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 from verl_cpu.replica_server import SGLangServer
 from verl_cpu.replica_settings import ServerSettings, model_of
 

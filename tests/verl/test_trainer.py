@@ -16,7 +16,7 @@ import torch
 from tenacity import AsyncRetrying, stop_after_delay, wait_fixed
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.results.archive import RunArchive
+from rollout_backend.run.accounts.archive import RunArchive
 from trainings import GROUP, SAME, grpo, normal
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]

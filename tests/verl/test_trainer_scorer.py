@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agent_wrapper.contract import Rollout
-from rollout_backend.scoring.scorer import ScoreInput
+from rollout_backend.run.scoring.scorer import ScoreInput
 from trainings import GROUP, grpo, normal, rollouts_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(1800)]

@@ -22,7 +22,7 @@ from agent_wrapper.contract import ImageSpan, Rollout, Segment
 from rollout_backend.core.images import Image
 from rollout_backend.core.rows import SeenImage, rows_of
 from rollout_backend.errors import ConfigError
-from rollout_backend.rendering import image_positions as of_gateway
+from rollout_backend.model.rendering import image_positions as of_gateway
 from rollout_backend.verl import row_images as of_verl
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
 from rollout_backend.verl.row_images import VisionInputs, load_vision_inputs

@@ -13,16 +13,16 @@ import pytest
 
 from adapters import save_adapter
 from rollout_backend.errors import EngineUnavailable
-from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest, VllmProtocol
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.rendering.segments import Completion
-from rollout_backend.serving.engine import is_responding
-from rollout_backend.serving.local_engine import base_environment, cpu_threads
-from rollout_backend.serving.server_process import ServerProcess, free_port
+from rollout_backend.model.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.model.gateway.engine.engines import Engines
+from rollout_backend.model.gateway.engine.protocol import EngineRequest, VllmProtocol
+from rollout_backend.model.rendering.segments import Completion
+from rollout_backend.model.serving.engine import is_responding
+from rollout_backend.model.serving.local_engine import base_environment, cpu_threads
+from rollout_backend.model.serving.server_process import ServerProcess, free_port
 from rollout_backend.testing.forward_pass import adapter_logprobs
 from rollout_backend.verl.verl_api import ADAPTER
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

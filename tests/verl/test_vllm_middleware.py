@@ -13,10 +13,10 @@ import pytest
 
 from agent_wrapper.contract import VersionSpan
 from rollout_backend.errors import EngineUnavailable, PreflightError
-from rollout_backend.gateway.engine.client import EngineClient, EngineRefused
-from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest, VllmProtocol
-from rollout_backend.serving.external_engine import check_vllm
+from rollout_backend.model.gateway.engine.client import EngineClient, EngineRefused
+from rollout_backend.model.gateway.engine.engines import Engines
+from rollout_backend.model.gateway.engine.protocol import EngineRequest, VllmProtocol
+from rollout_backend.model.serving.external_engine import check_vllm
 from rollout_backend.verl import vllm_middleware
 from rollout_backend.verl.verl_api import ADAPTER
 from rollout_backend.verl.vllm_middleware import GENERATE, WeightVersions, attach

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from rollout_backend.serving.server_process import free_port
+from rollout_backend.model.serving.server_process import free_port
 from rollout_backend.verl.server_list import VllmServers
 from rollout_backend.verl.vllm_middleware import INFO, WeightVersions
 

@@ -18,15 +18,15 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from builders import eventually, run_config, served, skip
 from rollout_backend.errors import ServingError, WeightsMismatch
-from rollout_backend.gateway.engine.client import EngineClient
-from rollout_backend.gateway.engine.engines import Engines
-from rollout_backend.gateway.engine.protocol import EngineRequest
-from rollout_backend.local.tiny_model import make_tiny_model
-from rollout_backend.serving.engine import PROBE
-from rollout_backend.serving.install import find_engine
-from rollout_backend.serving.model_serving import ModelServing
-from rollout_backend.serving.weights import ModelFolder, Weights, load_weights
+from rollout_backend.model.gateway.engine.client import EngineClient
+from rollout_backend.model.gateway.engine.engines import Engines
+from rollout_backend.model.gateway.engine.protocol import EngineRequest
+from rollout_backend.model.serving.engine import PROBE
+from rollout_backend.model.serving.install import find_engine
+from rollout_backend.model.serving.model_serving import ModelServing
+from rollout_backend.model.serving.weights import ModelFolder, Weights, load_weights
 from rollout_backend.testing.forward_pass import reference_logprobs
+from rollout_backend.workbench.local.tiny_model import make_tiny_model
 
 TENSORS = {
     "norm": torch.arange(5, dtype=torch.bfloat16),

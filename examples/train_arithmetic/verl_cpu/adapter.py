@@ -23,8 +23,8 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rollout_backend.errors import ConfigError
-from rollout_backend.serving.adapters import CONFIG, WEIGHTS
-from rollout_backend.serving.weights import ModelFolder
+from rollout_backend.model.serving.adapters import CONFIG, WEIGHTS
+from rollout_backend.model.serving.weights import ModelFolder
 from verl_cpu.replica import actor_name
 from verl_cpu.replica_settings import ServerSettings, serves_adapter
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from rollout_backend.serving.local_engine import IMAGE_CACHE
+from rollout_backend.model.serving.local_engine import IMAGE_CACHE
 
 _FOLDER = str(Path(__file__).resolve().parent.parent)
 """The folder of this package, which is not installed: verl's processes find it by PYTHONPATH."""

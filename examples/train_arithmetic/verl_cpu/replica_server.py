@@ -4,7 +4,7 @@ Invariants:
 
 - The server lives exactly as long as its actor. It is started from the actor's event loop, whose thread lives as long
   as the actor's process, because the kernel ends a child with the thread that started it (see
-  `rollout_backend.serving.server_process`); so it ends even if the actor is killed.
+  `rollout_backend.model.serving.server_process`); so it ends even if the actor is killed.
 - The server fails in the same cases as verl's own servers on a GPU. While it is asleep, its memory is released and
   generation is not paused: any request that generates, including `/health`, ends the server. Releasing the memory
   while a request runs ends it as well.
@@ -22,7 +22,7 @@ import aiohttp
 
 from rollout_backend.config import ModelConfig, ServingConfig
 from rollout_backend.errors import EngineUnavailable, ServingError
-from rollout_backend.serving.local_engine import Command, LocalEngine, MakeCommand, ServerNode, sglang_command
+from rollout_backend.model.serving.local_engine import Command, LocalEngine, MakeCommand, ServerNode, sglang_command
 
 ADAPTER = "verl_actor_lora_name"
 """The name under which verl loads its adapter into SGLang."""

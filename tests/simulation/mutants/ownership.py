@@ -9,14 +9,14 @@ from random import random
 from typing import Any
 from unittest.mock import patch
 
-from rollout_backend.collect.manifest_store import ManifestStore
+from rollout_backend.base.retry import at, retry
 from rollout_backend.core.lineage import Lineage, TrainerStart
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import StoreError, WriteConflict
-from rollout_backend.retry import at, retry
-from rollout_backend.run_lease import LeaseRecord, RunLease
-from rollout_backend.step.plan import StepPlan
-from rollout_backend.step.rollout_task import RolloutTask
+from rollout_backend.run.collect.manifest_store import ManifestStore
+from rollout_backend.run.lease import LeaseRecord, RunLease
+from rollout_backend.run.step.plan import StepPlan
+from rollout_backend.run.step.rollout_task import RolloutTask
 from tests.simulation.mutants.registry import Patch, all_of, mutant
 from tests.simulation.s3 import SimStore
 

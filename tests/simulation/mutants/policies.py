@@ -6,10 +6,10 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from rollout_backend.core.policy import Stragglers
-from rollout_backend.step.absence_check import AbsenceCheck
-from rollout_backend.step.circuit_breaker import CircuitBreaker
-from rollout_backend.step.rollout_task import RolloutTask
-from rollout_backend.step.task_blocklist import TaskBlocklist
+from rollout_backend.run.step.absence_check import AbsenceCheck
+from rollout_backend.run.step.circuit_breaker import CircuitBreaker
+from rollout_backend.run.step.rollout_task import RolloutTask
+from rollout_backend.run.step.task_blocklist import TaskBlocklist
 from tests.simulation.mutants.registry import Patch, mutant
 
 

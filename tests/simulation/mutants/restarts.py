@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from rollout_backend.collect.buffer import RolloutBuffer
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.gateway.sessions import journal
-from rollout_backend.step import restart as restart_module
-from rollout_backend.step.in_flight import InFlightLog, OpenSessions
-from rollout_backend.step.restart import resumable_attempts
-from rollout_backend.step.rollout_task import RolloutTask
-from rollout_backend.step.sessions import StepSessions
+from rollout_backend.model.gateway.sessions import journal
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.step import restart as restart_module
+from rollout_backend.run.step.in_flight import InFlightLog, OpenSessions
+from rollout_backend.run.step.restart import resumable_attempts
+from rollout_backend.run.step.rollout_task import RolloutTask
+from rollout_backend.run.step.sessions import StepSessions
 from tests.simulation.mutants.registry import Patch, all_of, mutant
 
 

@@ -11,21 +11,21 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
-from rollout_backend.agent_protocols.translator import PollingTranslator, Translator
-from rollout_backend.collect import buffer as buffer_module
-from rollout_backend.collect import fetcher as fetcher_module
-from rollout_backend.collect.buffer import RolloutBuffer
-from rollout_backend.collect.fetcher import FetchStatus, KeyLocks, ResultDecoder, ResultFetcher
-from rollout_backend.collect.queue import Message
+from rollout_backend.agents.protocols.translator import PollingTranslator, Translator
 from rollout_backend.core.ledger import Ledger, LedgerEntry, Phase
 from rollout_backend.core.tasks import Task
-from rollout_backend.results.archive import RunArchive
-from rollout_backend.results.step_report import GroupResult
-from rollout_backend.scoring.rollout_scorer import RolloutScorer
-from rollout_backend.scoring.scorer import ArtifactLost, Score
-from rollout_backend.step import results as results_module
-from rollout_backend.step.results import Group, StepResults
-from rollout_backend.step.rollout_task import RolloutTask
+from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.run.accounts.step_report import GroupResult
+from rollout_backend.run.collect import buffer as buffer_module
+from rollout_backend.run.collect import fetcher as fetcher_module
+from rollout_backend.run.collect.buffer import RolloutBuffer
+from rollout_backend.run.collect.fetcher import FetchStatus, KeyLocks, ResultDecoder, ResultFetcher
+from rollout_backend.run.collect.queue import Message
+from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
+from rollout_backend.run.scoring.scorer import ArtifactLost, Score
+from rollout_backend.run.step import results as results_module
+from rollout_backend.run.step.results import Group, StepResults
+from rollout_backend.run.step.rollout_task import RolloutTask
 from tests.simulation import agents as agents_module
 from tests.simulation.mutants.registry import Patch, all_of, mutant
 

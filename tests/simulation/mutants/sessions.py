@@ -9,8 +9,6 @@ from unittest.mock import patch
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_ends import Heartbeats
-from rollout_backend.dispatch.call_queue import CallKind
-from rollout_backend.dispatch.dispatcher import Dispatcher
 from rollout_backend.errors import (
     NoCredentials,
     OutcomeUnknown,
@@ -19,9 +17,11 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
-from rollout_backend.step.rollout_task import RolloutTask
-from rollout_backend.step.sessions import StepSessions
-from rollout_backend.step.step import Step
+from rollout_backend.run.dispatch.call_queue import CallKind
+from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.step.rollout_task import RolloutTask
+from rollout_backend.run.step.sessions import StepSessions
+from rollout_backend.run.step.step import Step
 from tests.simulation.mutants.registry import Patch, all_of, mutant
 
 

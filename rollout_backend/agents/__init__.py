@@ -1,0 +1,1 @@
+"""Where agents run, and which contracts of other frameworks they may speak."""

@@ -1,0 +1,323 @@
+"""Invoke agents of another protocol, and write their results as rollouts.
+
+Invariants:
+
+- An agent's result is read only for an open session of this run, so it counts for one rollout and attempt.
+- The tokens are the sealed trajectory of the gateway. Fetching it closes the session.
+- A rollout is written once, under the contract's key, before its step fetches it.
+- While S3 or the runtime fails, the search continues until the session is closed: "could not ask" is not "not there".
+- A step that is about to end a rollout without a result asks once more by `find_result`, ahead of all other searches.
+"""
+
+import asyncio
+import functools
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Generic, TypedDict, TypeVar, Unpack
+
+from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
+from agent_wrapper.outcome import build_rollout, encode, failed
+from agent_wrapper.shared.trajectory import TrajectoryUnavailable
+from rollout_backend.agents.protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp, Verl4216
+from rollout_backend.agents.protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
+from rollout_backend.agents.runtimes.base import SessionCalls
+from rollout_backend.core.ledger import CallTally
+from rollout_backend.errors import InvokeRejected, ResultMissing, RuntimeCallError, StoreError, WriteConflict
+from rollout_backend.run.collect.buffer import MAX_KEYS, log_defects
+from rollout_backend.run.collect.store import ObjectStore
+from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+
+log = logging.getLogger(__name__)
+
+_ACCEPTED = b'{"status": "accepted"}'
+# A poll that a runtime receives after the session's stop would start a new container.
+_POLL_ARRIVES_S = 5.0
+
+_P = TypeVar("_P", bound=AgentProtocol)
+
+_PROTOCOLS: Mapping[str, Callable[[], AgentProtocol]] = {
+    "agentcore-rl-toolkit": AgentCoreRlToolkit,
+    "agentcore-runtime-app": AgentCoreRuntimeApp,
+    "verl-4216": Verl4216,
+}
+
+
+def agent_protocol(name: str) -> AgentProtocol | None:
+    """Return the protocol that `runtime.agent_protocol` names; None for `rollout`, which needs no translation."""
+    return None if name == "rollout" else _PROTOCOLS[name]()
+
+
+@dataclass
+class _Session:
+    """An open session, invoked or adopted at `began` in unix seconds."""
+
+    request: RolloutRequest
+    began: float
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its result is fetched and its rollout is written."""
+    rejected_at: float | None = None
+    """When its container first rejected a fetch since it last answered one, in loop seconds."""
+
+
+class TranslatorOptions(TypedDict):
+    """The options of each translator."""
+
+    interval_s: float
+    """Interval between two searches for results while a session is open."""
+    max_writes: int
+    """Number of results that are translated concurrently."""
+    seal: Callable[[RolloutRequest], Awaitable[Trajectory]]
+    """Closes a session and returns its trajectory. Raises TrajectoryUnavailable."""
+    on_result: Callable[[int, str, int], Awaitable[None]]
+    """Called with step, rollout and attempt once a rollout is written."""
+
+
+class Translator(ABC, Generic[_P]):
+    """Calls a runtime whose agents speak another protocol. `run` finds their results."""
+
+    def __init__(
+        self,
+        calls: SessionCalls,
+        protocol: _P,
+        store: ObjectStore,
+        **options: Unpack[TranslatorOptions],
+    ) -> None:
+        """Make a translator of a runtime's calls. Rollouts are written to `store`."""
+        self._calls = calls
+        self._protocol = protocol
+        self._store = store
+        self._interval_s = options["interval_s"]
+        self._seal = options["seal"]
+        self._on_result = options["on_result"]
+        self._room = asyncio.Semaphore(options["max_writes"])
+        # Several hostile results at once could exhaust memory.
+        self._builder = ThreadPoolExecutor(1, "translator")
+        # Open sessions by id, and the ids of those that `run` is searching.
+        self._open: dict[str, _Session] = {}
+        self._searching: set[str] = set()
+
+    @abstractmethod
+    async def _candidates(self) -> list[str]:
+        """Return the ids of open sessions that may have a result now."""
+
+    async def _admit(self, session_id: str, call: CallKind) -> None:
+        """Wait for the turn of this search.
+
+        Raises:
+            ResultMissing: the session was closed.
+        """
+
+    @abstractmethod
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        """Return a session's result, and how many seconds ago it was written.
+
+        Raises:
+            ResultMissing: there is none yet, or the session was closed.
+            StoreError, RuntimeCallError: it could not be read.
+            ContractError: it cannot be a result.
+        """
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        fields = json.loads(payload)
+        request = RolloutRequest.parse(fields.pop(REQUEST_FIELD))
+        translated = self._protocol.payload(fields, request)
+        answer = await self._calls.invoke(session_id, json.dumps(translated).encode())
+        self._protocol.check_accepted(answer, request)
+        self._open[session_id] = _Session(request, time.time())
+        return _ACCEPTED
+
+    def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
+        """Find the result of a running session. `payload` returns the payload of its invoke."""
+        request = RolloutRequest.parse(json.loads(payload())[REQUEST_FIELD])
+        self._open[session_id] = _Session(request, time.time())
+        self._calls.adopt(session_id, payload)
+
+    async def stop(self, session_id: str) -> bool | None:
+        self._open.pop(session_id, None)
+        return await self._calls.stop(session_id)
+
+    async def run(self) -> None:
+        """Write the rollouts of open sessions whose agents have finished, until cancelled."""
+        async with asyncio.TaskGroup() as searching:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                for session_id in await self._candidates():
+                    if session_id not in self._searching:
+                        self._searching.add(session_id)
+                        task = searching.create_task(self._search(session_id, CallKind.POLL))
+                        task.add_done_callback(functools.partial(self._on_searched, session_id))
+
+    def _on_searched(self, session_id: str, done: asyncio.Task[bool]) -> None:
+        self._searching.discard(session_id)
+
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        """Implement `ResultSource.find_result`."""
+        return await self._search(session_id, CallKind.LAST_POLL)
+
+    async def _search(self, session_id: str, call: CallKind) -> bool:
+        """Write the rollout of the session if it has a result. Return False if that could not be determined."""
+        return await log_defects(session_id, functools.partial(self._write_if_there, session_id, call), False)
+
+    async def _write_if_there(self, session_id: str, call: CallKind) -> bool:
+        session = self._open.get(session_id)
+        if session is None:
+            return True
+        try:
+            # A search that has started may find the result, which makes this one unnecessary.
+            async with session.writing:
+                pass
+            await self._admit(session_id, call)
+            async with session.writing, self._room:
+                # Another search may have written the rollout, or the session was closed.
+                if self._open.get(session_id) is session:
+                    await self._write(session)
+        except ResultMissing:
+            session.rejected_at = None
+        except (StoreError, RuntimeCallError) as error:
+            log.warning("session %s: the result could not be read and is retried: %s", session_id, error)
+            return isinstance(error, InvokeRejected) and self._is_rejected_for_good(session)
+        return True
+
+    def _is_rejected_for_good(self, session: _Session) -> bool:
+        """Return whether a container has rejected all polls for so long that it will give no result."""
+        now = asyncio.get_running_loop().time()
+        session.rejected_at = now if session.rejected_at is None else session.rejected_at
+        return now - session.rejected_at >= (session.request.publish_grace_s or 0.0)
+
+    async def _write(self, session: _Session) -> None:
+        request = session.request
+        data: bytes | ContractError
+        try:
+            data, age_s = await self._fetch(request)
+        except ContractError as error:
+            data, age_s = error, 0.0
+        finished = time.time() - age_s
+        trajectory: Trajectory | TrajectoryUnavailable
+        try:
+            trajectory = await self._seal(request)
+        except TrajectoryUnavailable as error:
+            trajectory = error
+        loop = asyncio.get_running_loop()
+        target, body = await loop.run_in_executor(self._builder, self._build, session, data, trajectory, finished)
+        try:
+            await self._store.put_if_match(target, body, None)
+        except WriteConflict:
+            log.warning("%s: another attempt wrote its result first; this result is dropped", request.rollout_id)
+        self._open.pop(request.session_id, None)
+        await self._on_result(request.step, request.rollout_id, request.attempt)
+
+    def _build(
+        self,
+        session: _Session,
+        data: bytes | ContractError,
+        trajectory: Trajectory | TrajectoryUnavailable,
+        finished: float,
+    ) -> tuple[str, bytes]:
+        """Return the key and the bytes of the rollout. A result of many MB takes seconds."""
+        try:
+            if isinstance(data, ContractError):
+                raise data
+            result = self._protocol.read_result(data, self._store.config.max_result_bytes)
+        except ContractError as error:
+            result = failed(Outcome.INFRA_ERROR, "invalid_result", f"the agent's result cannot be read: {error}")
+        rollout = build_rollout(session.request, result, trajectory, session.began, finished)
+        rollout, body = encode(rollout, self._store.config.max_result_bytes)
+        return session.request.key_for(rollout.outcome), body
+
+
+class BucketTranslator(Translator[WrittenResults]):
+    """Finds results by listing the prefixes of open sessions."""
+
+    async def _candidates(self) -> list[str]:
+        """Return the sessions with a result, or all of them if there are too many objects to list."""
+        ids = {self._protocol.result_key(session.request): session_id for session_id, session in self._open.items()}
+        found = []
+        for prefix in {results_prefix(session.request) for session in self._open.values()}:
+            listed = 0
+            try:
+                async for key in self._store.keys(prefix):
+                    listed += 1
+                    if listed > MAX_KEYS:
+                        # A hostile agent may write any number of objects.
+                        return [*self._open]
+                    if key in ids:
+                        found.append(ids[key])
+            except StoreError as error:
+                log.warning("%s; it is listed again", error)
+        return found
+
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        stored = await self._store.fetch(self._protocol.result_key(request))
+        return stored.body, stored.age_s
+
+
+class PollingTranslator(Translator[PolledResults]):
+    """Finds results by invokes of open sessions, which the queue of all calls admits."""
+
+    def __init__(
+        self,
+        calls: SessionCalls,
+        protocol: PolledResults,
+        store: ObjectStore,
+        poll: Callable[[str, bytes], Awaitable[bytes]],
+        admission: CallQueue,
+        **options: Unpack[TranslatorOptions],
+    ) -> None:
+        """`poll` is the runtime's invoke, and `admission` the queue of its calls."""
+        super().__init__(calls, protocol, store, **options)
+        self._poll = poll
+        self._admission = admission
+        # Polls in flight, by session.
+        self._polls: dict[str, asyncio.Task[bytes]] = {}
+
+    async def stop(self, session_id: str) -> bool | None:
+        self._open.pop(session_id, None)
+        if (poll := self._polls.get(session_id)) is not None:
+            await asyncio.wait([poll], timeout=_POLL_ARRIVES_S)
+            # It may still wait until it may be sent, for example for the run's lease.
+            poll.cancel()
+        return await super().stop(session_id)
+
+    async def _candidates(self) -> list[str]:
+        return [*self._open]
+
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        """Implement `ResultSource.find_result`. An invoke of a session that has ended would start a new container."""
+        if not ended:
+            return await super().find_result(session_id, ended=ended)
+        if (session := self._open.get(session_id)) is not None:
+            async with session.writing:
+                # Wait until the result of the last poll is written.
+                pass
+        return True
+
+    async def _admit(self, session_id: str, call: CallKind) -> None:
+        if session_id in self._open:
+            await self._admission.admit(call)
+            if session_id in self._open:
+                return
+            self._admission.give_back(call)
+        raise ResultMissing(session_id)
+
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        session_id = request.session_id
+        self._polls[session_id] = poll = asyncio.create_task(self._send(request))
+        try:
+            await asyncio.wait([poll])
+        finally:
+            poll.cancel()
+            del self._polls[session_id]
+        # `stop` cancels the poll of a session that it closes.
+        if poll.cancelled() or not self._protocol.has_ended(answer := poll.result(), request):
+            raise ResultMissing(session_id)
+        return answer, 0.0
+
+    async def _send(self, request: RolloutRequest) -> bytes:
+        payload = json.dumps(self._protocol.poll(request)).encode()
+        with self._admission.track(CallKind.POLL, CallTally()):
+            return await self._poll(request.session_id, payload)

@@ -1,0 +1,1 @@
+"""What the other wings stand on: clients of AWS, retries, logs, tracing, processes, queues and files."""

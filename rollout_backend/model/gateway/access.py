@@ -1,0 +1,213 @@
+"""Limit what a connection can hold before a key is known, and check the keys that requests carry.
+
+uvicorn's parser limits neither the size nor the time of a request's head. Session keys are accepted in
+`Authorization: Bearer`, in `x-api-key`, and in paths. A revoked key stays valid here, because the registry refuses
+its session.
+
+Invariants:
+
+- The head of a request has at most `MAX_HEAD_BYTES` plus the size of one read. The same limit applies to the frames
+  and trailers of a chunked body. `WaitingConnections` limits its time, and the number of connections.
+- A connection has at most `_MAX_PIPELINED` requests waiting for their turn: uvicorn would parse and keep any number.
+- Keys and secrets are never logged. Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can
+  contain one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import resource
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rollout_backend.base.logs import bind_log_fields
+from rollout_backend.base.waiting_connections import (
+    MAX_CONNECTIONS,
+    WaitingConnections,
+    WatchedProtocol,
+    raise_file_limit,
+)
+from rollout_backend.core.model_call import ApiError
+from rollout_backend.core.session_key import KeyRefused, SessionClaims, shard_of, verify
+from rollout_backend.errors import ConfigError
+from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+from rollout_backend.model.gateway.sessions.journal import OPEN_FILES, check_journal
+
+# Longer than any load balancer's, so that none reuses a connection that this side is closing.
+KEEP_ALIVE_S = 4200
+MAX_HEAD_BYTES = 64 * 1024
+# Today's clients and proxies send no request before the answer to the last.
+_MAX_PIPELINED = 64
+# Framing allowed per byte of content in a chunked body.
+_FRAME_BYTES = 16
+# A session has one connection with its call, which may wait, and one that its agent keeps open when idle.
+_CONNECTIONS_EACH = 2
+_OTHER_FILES = 256 + OPEN_FILES
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_UPGRADE = re.compile(rb"^upgrade(?=\s*:)", re.IGNORECASE | re.MULTILINE)
+_SLASHES = re.compile("//+")
+_KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1(?:/.*)?)", re.DOTALL)
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+
+
+def needed_files(calls: int, sessions: int = 0) -> int:
+    """Return how many open files a gateway needs for this many concurrent calls and connected sessions."""
+    return calls + max(_CONNECTIONS_EACH * sessions, 2 * calls) + _OTHER_FILES
+
+
+def allow_files(calls: int) -> None:
+    """Raise this process's limit on open files as far as is useful. A shell's default is 1024.
+
+    Raises:
+        ConfigError: the hard limit is below what this many concurrent calls need.
+    """
+    needed = needed_files(calls)
+    if (allowed := raise_file_limit(MAX_CONNECTIONS + calls + _OTHER_FILES)) < needed:
+        raise ConfigError(
+            f"gateway.max_concurrent_calls={calls} takes {needed} open files, and this machine allows a process "
+            f"{allowed}: raise that (`ulimit -Hn`), or lower the setting and raise gateway.processes"
+        )
+
+
+def max_connections(calls: int) -> int:
+    """Return the number of connections that fit into this process's limit on open files, besides those to engines."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - _OTHER_FILES - calls
+    return max(16, min(files, MAX_CONNECTIONS))
+
+
+def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtocol]:
+    """Return a server protocol that keeps at most this many connections; `limits` go to `WaitingConnections`."""
+
+    class BoundedProtocol(WatchedProtocol, HttpToolsProtocol):
+        waiting = WaitingConnections(connections, **limits)
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._head_bytes = 0
+            self._in_body = False
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            self.waiting.received(self.transport)
+            if not self._in_body:
+                # httptools drops the body of a request that offers another protocol, as Java's client does (HTTP/2).
+                head, end, rest = data.partition(b"\r\n\r\n")
+                data = _UPGRADE.sub(b"x-upgrade", head) + end + rest
+            super().data_received(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                if self.cycle is None or self.cycle.response_complete:
+                    self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+        def on_headers_complete(self) -> None:
+            self._head_bytes = 0
+            self._in_body = True
+            self.waiting.request_began(self.transport)
+            super().on_headers_complete()
+            if len(self.pipeline) > _MAX_PIPELINED:
+                self.transport.abort()
+                # This ends the parser.
+                raise ConnectionError("too many requests wait on this connection")
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = max(0, self._head_bytes - (1 + _FRAME_BYTES) * len(body))
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._in_body = False
+            super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self.pipeline or self.transport.is_closing():
+                self.waiting.request_ended(self.transport)
+
+    return BoundedProtocol
+
+
+# --- keys -----------------------------------------------------------------------------------------------------
+
+
+class PathKeys:
+    """ASGI middleware that takes session keys from URLs, for agents that hard-code an API key or send none.
+
+    It also removes superfluous slashes: a redirect would lose the key, and the prefix or the TLS of a proxy.
+    /k/KEY/v1/... is served as /v1/... with the session key KEY, which replaces any key in the headers. Unless
+    `enabled`, the path is not found.
+    """
+
+    def __init__(self, app: ASGIApp, enabled: bool) -> None:
+        self._app = app
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path, headers = _SLASHES.sub("/", scope["path"]).rstrip("/") or "/", scope["headers"]
+            if found := _KEY_PATH.fullmatch(path):
+                key, path = found.groups()
+                if self._enabled:
+                    headers = [(name, value) for name, value in headers if name not in _KEY_HEADERS]
+                    headers.append((b"authorization", b"Bearer " + key.encode()))
+                else:
+                    path = f"/k/...{path}"
+            scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        await self._app(scope, receive, send)
+
+
+class Authenticator:
+    """Checks session keys and the control key of one gateway."""
+
+    def __init__(self, settings: GatewaySettings, journal_id: str) -> None:
+        self._settings = settings
+        self._journal_id = journal_id
+
+    def session(self, request: Request) -> SessionClaims:
+        """Return the claims of the request's session key.
+
+        Later log lines of this request name the session.
+
+        Raises:
+            ApiError: status 401 if the key is not valid, 421 if its session belongs to another gateway, 410 if the
+                journal of its session is lost.
+        """
+        # Anthropic's clients send both headers if ANTHROPIC_AUTH_TOKEN is set too, for example in an agent's image.
+        key, other = _bearer(request), request.headers.get("x-api-key", "")
+        try:
+            try:
+                claims = self._verify(key or other)
+            except KeyRefused:
+                claims = self._verify(other or key)
+        except KeyRefused as error:
+            advice = "use the api_key of this rollout's request, or set gateway.key_in_path for agents that cannot"
+            raise ApiError(401, f"{error}; {advice}", code="invalid_api_key") from None
+        shard, shards = self._settings.shard, self._settings.gateway.processes
+        if (owner := shard_of(claims.session_id, shards)) != shard:
+            raise ApiError(
+                421,
+                f"this is gateway {shard} of {shards}, and the session belongs to gateway {owner} of {shards}: use "
+                "the base_url of this rollout's request as it is",
+                code="wrong_shard",
+            )
+        check_journal(claims, self._journal_id)
+        bind_log_fields(run=claims.run_id, step=claims.step, rollout=claims.rollout_id, session=claims.session_id)
+        return claims
+
+    def _verify(self, key: str) -> SessionClaims:
+        return verify(self._settings.secret, key, time.time(), self._settings.previous_secret)
+
+    def require_control_key(self, request: Request) -> None:
+        """Raise ApiError (401) if the request does not carry the control key."""
+        if not hmac.compare_digest(_bearer(request).encode(), self._settings.control_key.encode()):
+            raise ApiError(401, "this needs the control key", code="invalid_control_key")
+
+
+def _bearer(request: Request) -> str:
+    """Return the bearer token of a request, or an empty string."""
+    kind, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""

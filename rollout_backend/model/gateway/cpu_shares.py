@@ -1,0 +1,207 @@
+"""Share the CPU time of a gateway process among its sessions: every unit of work is charged to one of them.
+
+Invariants:
+
+- Long work runs in threads, one unit of a session at a time. The session that has used the least recently goes first.
+- A session that has used more than its share waits before its next unit. Its share is half of an equal part of one
+  core, at least `_MIN_RATE`, and it may use `_BURST_S` at once. Among many sessions, one therefore delays fewer than
+  one call in a hundred of the others.
+- A session never waits for longer than `_MAX_PAUSE_S` at a time, and work that has begun is completed. A session of
+  long units, each above a hundredth of `_MAX_PAUSE_S`, therefore exceeds its share.
+"""
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from rollout_backend.base.logs import report_failure
+
+_T = TypeVar("_T")
+_BURST_S, _MAX_PAUSE_S = 0.5, 30.0
+_PART, _MIN_RATE = 0.5, 0.005
+# A unit of up to `_BRIEF_S` hardly delays other sessions, so it counts a tenth.
+_BRIEF_S, _BRIEF_WEIGHT = 0.002, 0.1
+# CPU time of the server and its framework for one request.
+_REQUEST_S = 0.0005
+
+
+class Worker:
+    """A thread that serves the session with the least recent use first."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._numbers = itertools.count()
+        self._jobs: list[tuple[float, int, Future[Any], Callable[[], Any]]] = []
+        self._unfinished: set[Future[Any]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        if self._unfinished:
+            self._unfinished = {job for job in self._unfinished if not job.done()}
+        return bool(self._unfinished)
+
+    def submit(self, used_s: float, function: Callable[[], _T]) -> Future[_T]:
+        job: Future[_T] = Future()
+        self._unfinished.add(job)
+        heapq.heappush(self._jobs, (used_s, next(self._numbers), job, function))
+        self._thread.submit(self._run_next).add_done_callback(report_failure("a session's CPU work"))
+        return job
+
+    def _run_next(self) -> None:
+        *_, job, function = heapq.heappop(self._jobs)
+        if not job.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:
+            job.set_exception(error)
+        else:
+            job.set_result(result)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class CpuShares:
+    """The threads of one process and the rate at which a session may use CPU time."""
+
+    def __init__(
+        self,
+        sessions: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`sessions` returns the number of sessions."""
+        self._sessions = sessions
+        self.clock, self.sleep = clock, sleep
+        # A tokenizer serves one thread at a time.
+        self.tokenizer, self.other = Worker("renderer"), Worker("parser")
+
+    @property
+    def rate(self) -> float:
+        """Return the part of a core that a session may use."""
+        return max(_MIN_RATE, _PART / max(1, self._sessions()))
+
+    def close(self) -> None:
+        self.tokenizer.close()
+        self.other.close()
+
+
+class CpuShare:
+    """The CPU time of one session."""
+
+    def __init__(self, cpu: CpuShares) -> None:
+        self._cpu = cpu
+        self._used_s, self._at = 0.0, cpu.clock()
+        self._turn, self._entry = asyncio.Lock(), asyncio.Lock()
+
+    @property
+    def used_s(self) -> float:
+        """Return the recent use in seconds; what the session's share allows is deducted as time passes."""
+        now = self._cpu.clock()
+        if self._used_s:
+            self._used_s = max(0.0, self._used_s - self._cpu.rate * (now - self._at))
+        self._at = now
+        return self._used_s
+
+    def charge(self, seconds: float) -> None:
+        self._used_s = self.used_s + (seconds if seconds > _BRIEF_S else _BRIEF_WEIGHT * seconds)
+
+    async def enter(self) -> None:
+        """Begin a request: wait until the session has paid for its earlier work."""
+        if self._entry.locked() or self.used_s > _BURST_S:
+            async with self._entry:
+                await self._pay()
+        self.charge(_REQUEST_S)
+
+    async def _pay(self) -> None:
+        if (excess := self.used_s - _BURST_S) > 0:
+            await self._cpu.sleep(min(excess / self._cpu.rate, _MAX_PAUSE_S))
+
+    def is_free(self) -> bool:
+        """Return whether the event loop may do brief work with the tokenizer for this session now."""
+        return not (self._turn.locked() or self._cpu.tokenizer.is_busy or self.used_s > _BURST_S)
+
+    async def run(self, function: Callable[..., _T], *args: Any, brief: bool = False, tokenizes: bool = True) -> _T:
+        """Return `function(*args)`. Brief work runs on the event loop if the session and the thread are free.
+
+        A caller that is cancelled does not stop work that has begun, so the session's other work still waits for it.
+        """
+        worker = self._cpu.tokenizer if tokenizes else self._cpu.other
+        if brief and not (self._turn.locked() or worker.is_busy or self.used_s > _BURST_S):
+            return function(*args)
+        spent_s = 0.0
+
+        def timed() -> _T:
+            nonlocal spent_s
+            began = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                spent_s = time.thread_time() - began
+
+        def finished() -> None:
+            self.charge(spent_s)
+            self._turn.release()
+
+        await self._turn.acquire()
+        try:
+            await self._pay()
+            job = worker.submit(self.used_s, timed)
+        except BaseException:
+            self._turn.release()
+            raise
+        loop = asyncio.get_running_loop()
+        job.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(finished))
+        return await asyncio.wrap_future(job)
+
+
+# --- work on the event loop -----------------------------------------------------------------------------------
+
+_current: ContextVar[CpuShare | None] = ContextVar("cpu_share", default=None)
+
+
+async def charge_to(share: CpuShare, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do the work, and charge its time on the event loop to the session, also in tasks that `charged_task` starts."""
+    token = _current.set(share)
+    try:
+        return await _Metered(work, share)
+    finally:
+        _current.reset(token)
+
+
+def charged_task(work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    """Start a task, which is charged to the same session as the caller."""
+    share = _current.get()
+    return asyncio.create_task(work if share is None else charge_to(share, work))
+
+
+class _Metered(Generic[_T]):
+    """A coroutine whose steps are charged to a session."""
+
+    def __init__(self, work: Coroutine[Any, Any, _T], share: CpuShare) -> None:
+        self._work, self._share = work, share
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        work, share = self._work, self._share
+        step: Callable[[], Any] = partial(work.send, None)
+        while True:
+            began = time.thread_time()
+            try:
+                waits_for = step()
+            except StopIteration as result:
+                return cast(_T, result.value)
+            finally:
+                share.charge(time.thread_time() - began)
+            try:
+                yield waits_for
+            except BaseException as error:
+                step = partial(work.throw, error)
+            else:
+                step = partial(work.send, None)

@@ -1,0 +1,379 @@
+"""Serve a gateway over HTTP: model calls of agents, the wrapper's calls, and the trainer's controls.
+
+    POST /v1/chat/completions       a model call in OpenAI's Chat Completions API     session key
+    POST /v1/completions            a model call in OpenAI's Completions API          session key
+    POST /v1/responses              a model call in OpenAI's Responses API            session key
+    POST /v1/messages               a model call in Anthropic's Messages API          session key
+    POST /v1/messages/count_tokens, /v1/responses/input_tokens  the length of its prompt  session key
+    GET  /v1/models[/{id}]          the model                                         session key
+    HEAD, OPTIONS, GET of base URLs  probes of clients                                 no key
+    POST /v1/rollout/trajectory     seals the session and returns its Trajectory      session key
+                                    (as JSON with `Accept: application/json`)
+    POST /v1/rollout/heartbeat      reports that the session's container is alive     session key
+    POST /control/revoke            {"session_ids": [...]}: closes sessions           control key
+    POST /control/adopt             {"session_ids": [...]}: lets sessions of an earlier trainer continue  control key
+    POST /control/heartbeats             the sessions heard from since the last request    control key
+    POST /control/pause             holds model calls; returns once none is at an engine  control key
+    POST /control/resume            releases them                                     control key
+    POST /control/adapters          {"versions": {...}}: sets the version of each LoRA adapter  control key
+    GET  /control/stats             GatewayStats                                      control key
+    GET  /health
+
+The dialects define the paths of model calls. One base URL, which ends in /v1, serves all clients. Anthropic's clients
+append /v1/messages to it, so agents' paths are also served under /v1/v1, and without a prefix. With
+`gateway.key_in_path`, everything under /v1 is also served under /k/KEY/v1, for a session key.
+
+Invariants:
+
+- A key gives access to its own session only. Keys, secrets, prompts and replies are never logged.
+- A call is recorded, in the journal too, if and only if its answer is complete.
+- Every response has the shape of the agent's API, and no request body causes a 500.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from agent_wrapper.contract import Trajectory
+from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
+from rollout_backend.base.retry import repeat
+from rollout_backend.core.images import ImageLimits
+from rollout_backend.core.model_call import ApiError
+from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.errors import ConfigError
+from rollout_backend.model.dialects.base import Dialect, separators
+from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
+from rollout_backend.model.gateway.access import Authenticator, PathKeys
+from rollout_backend.model.gateway.admission import Admission
+from rollout_backend.model.gateway.call_handler import CallHandler, Stream
+from rollout_backend.model.gateway.call_traces import CallTraces
+from rollout_backend.model.gateway.engine.client import EngineClient
+from rollout_backend.model.gateway.engine.engines import AdapterVersions, Engines
+from rollout_backend.model.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
+from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+from rollout_backend.model.gateway.model_call_executor import ModelCallExecutor
+from rollout_backend.model.gateway.session_share import read_body
+from rollout_backend.model.gateway.sessions.journal import SessionJournal
+from rollout_backend.model.gateway.sessions.registry import SessionRegistry
+from rollout_backend.model.gateway.stats import GatewayStats
+from rollout_backend.model.rendering.guarded_renderer import RendererBundle
+from rollout_backend.model.rendering.renderer import load_renderer
+
+SERVER_NAME = "rollout-backend"
+"""Marker in the body of /health, by which a check recognizes a gateway behind a public address."""
+_SWEEP_S = 5.0
+# Answers with one session's trajectory at a time. As JSON, each holds the whole trajectory.
+_FETCHES = 4
+_PIECE_BYTES = 256 * 1024
+_PREFIXES = ("/v1", "/v1/v1", "")
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class _SessionIds(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    session_ids: list[str] = Field(max_length=100_000)
+
+
+class _Versions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    versions: dict[str, int]
+
+
+def create_app(
+    settings: GatewaySettings, bundle: RendererBundle | None = None, dialects: Sequence[type[Dialect]] = DIALECTS
+) -> Starlette:
+    """Create the application that serves these dialects. Loads the tokenizer unless `bundle` is given.
+
+    Raises:
+        ConfigError: the model's folder, its renderer or the journal cannot be used, or the extra `otel` is missing.
+    """
+    return Gateway(settings, bundle or load_renderer(settings.model), dialects).app
+
+
+class Gateway:
+    """One gateway: builds its parts, and serves all routes but the model calls."""
+
+    def __init__(
+        self, settings: GatewaySettings, bundle: RendererBundle, dialects: Sequence[type[Dialect]] = DIALECTS
+    ) -> None:
+        self._settings = settings
+        self._model_name = settings.model.served_name
+        self._created = int(time.time())
+        limits = _image_limits(settings, bundle)
+        joined = separators(settings.engine_name, bundle.tokenizer.chat_template)
+        self._dialects = [dialect(limits, joined) for dialect in dialects]
+        self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
+        sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
+        experts = settings.model.expert_shape
+        self._stats = GatewayStats()
+        self._registry = SessionRegistry(
+            bundle,
+            self._model_name,
+            settings.session_key_s,
+            sealer=sealer,
+            journal=self._journal,
+            experts=experts,
+            max_result_bytes=settings.max_result_bytes,
+            stats=self._stats,
+            max_session_calls=settings.gateway.max_session_calls,
+        )
+        protocol: EngineProtocol = (
+            SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
+        )
+        self._engines = Engines(settings.engine_url, protocol.needs_direct_calls, paused=settings.paused)
+        self._adapters = AdapterVersions(settings.adapters)
+        vocabulary = settings.model.vocabulary_size
+        self._engine_client = EngineClient(
+            self._engines, settings.model_call_s, settings.engine_attempts, protocol, self._adapters, vocabulary
+        )
+        config = settings.gateway
+        self._admission = Admission(
+            config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
+        )
+        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engine_client, self._admission)
+        self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
+        self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
+        self._calls = CallHandler(
+            settings,
+            self._registry,
+            self._executor,
+            self._stats,
+            self._traces,
+            text_only=limits is None,
+        )
+        self.app = Starlette(
+            routes=[
+                *self._agent_routes(),
+                Route("/v1/rollout/trajectory", self.trajectory, methods=["POST"]),
+                Route("/v1/rollout/heartbeat", self.heartbeat, methods=["POST"]),
+                Route("/control/heartbeats", self.heartbeats, methods=["POST"]),
+                Route("/control/revoke", self.revoke, methods=["POST"]),
+                Route("/control/adopt", self.adopt, methods=["POST"]),
+                Route("/control/pause", self.pause, methods=["POST"]),
+                Route("/control/resume", self.resume, methods=["POST"]),
+                Route("/control/adapters", self.set_adapters, methods=["POST"]),
+                Route("/control/stats", self.stats, methods=["GET"]),
+                *(Route(path, self.health, methods=["GET"]) for path in ("/health", "/", "/v1")),
+            ],
+            exception_handlers={
+                ApiError: self._api_error,
+                HTTPException: self._http_error,
+                ClientDisconnect: self._client_disconnected,
+                Exception: self._unexpected,
+            },
+            lifespan=self._lifespan,
+            middleware=[Middleware(PathKeys, enabled=settings.gateway.key_in_path)],
+        )
+
+    def _agent_routes(self) -> list[Route]:
+        routes = []
+
+        async def handle(
+            request: Request,
+            dialect: Dialect,
+            answer: Callable[[Request, Dialect, SessionClaims], Awaitable[Response]],
+        ) -> Response:
+            request.state.dialect = dialect
+            return await answer(request, dialect, self._authenticator.session(request))
+
+        for prefix in _PREFIXES:
+            for dialect in self._dialects:
+                for path, answer in ((dialect.path, self._calls.call), (dialect.count_path, self._calls.count)):
+                    if path is not None:
+                        call = partial(handle, dialect=dialect, answer=answer)
+                        routes.append(Route(prefix + path, call, methods=["POST"]))
+            routes.append(Route(f"{prefix}/models", self.models, methods=["GET"]))
+            routes.append(Route(f"{prefix}/models/{{name:path}}", self.model, methods=["GET"]))
+        return routes
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        await self._engine_client.start()
+        loads = partial(self._engines.poll, self._admission.observe, self._settings.load_poll_s)
+        background = [
+            asyncio.create_task(repeat(self._sweep, "the removal of expired sessions")),
+            asyncio.create_task(repeat(loads, "reading the engines' loads")),
+        ]
+        try:
+            yield
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await self._engine_client.close()
+            self._registry.cpu.close()
+            if self._journal is not None:
+                self._journal.release()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            await self._registry.sweep()
+            self._admission.serve()
+
+    # --- routes -------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        self._authenticator.session(request)
+        name = self._model_name
+        return JSONResponse(
+            {"object": "list", "data": [self._model_card()], "first_id": name, "last_id": name, "has_more": False}
+        )
+
+    async def model(self, request: Request) -> Response:
+        self._authenticator.session(request)
+        self._calls.check_model(request.path_params["name"])
+        return JSONResponse(self._model_card())
+
+    async def trajectory(self, request: Request) -> Response:
+        claims = self._authenticator.session(request)
+        sealed = await self._registry.seal(claims)
+        share, as_json = self._registry.share(claims), "application/json" in request.headers.get("accept", "")
+
+        def to_json() -> bytes:
+            return Trajectory.decode(sealed).to_json()
+
+        with contextlib.ExitStack() as fetch:
+            fetch.enter_context(share.request(_FETCHES))
+            await self._registry.wait_turn(claims)
+            data = await share.cpu.run(to_json, tokenizes=False) if as_json else sealed
+            media_type = "application/json" if as_json else "application/octet-stream"
+            headers = {"Content-Length": str(len(data)), RESULT_LIMIT_HEADER: str(self._settings.max_result_bytes)}
+            response = Stream(_pieces(data), media_type=media_type, headers=headers)
+            response.on_end(fetch.pop_all().close)
+            return response
+
+    async def heartbeat(self, request: Request) -> Response:
+        self._registry.record_heartbeat(self._authenticator.session(request))
+        return Response(status_code=204)
+
+    async def health(self, _: Request) -> Response:
+        content = {"status": "ok", "server": SERVER_NAME, "shard": self._settings.shard}
+        # Strangers must not hold connections.
+        return JSONResponse(content, headers={"Connection": "close"})
+
+    def _model_card(self) -> dict[str, object]:
+        """Return the fields that OpenAI's and Anthropic's clients read."""
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "rollout-backend",
+            "max_model_len": self._settings.model.context_tokens,
+            "type": "model",
+            "display_name": self._model_name,
+            "created_at": created_at,
+        }
+
+    # --- controls, which require the control key ---------------------------------------------------------------
+
+    async def heartbeats(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        heard = self._registry.take_heartbeats()
+        return JSONResponse({"beats": sorted(heard.beats), "calls": sorted(heard.calls)})
+
+    async def revoke(self, request: Request) -> Response:
+        session_ids = await self._session_ids(request)
+        await self._registry.revoke(session_ids)
+        return JSONResponse({"revoked": len(session_ids)})
+
+    async def adopt(self, request: Request) -> Response:
+        session_ids = await self._session_ids(request)
+        self._calls.adopt(session_ids)
+        return JSONResponse({"adopted": len(session_ids)})
+
+    async def pause(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        await self._engines.pause()
+        return JSONResponse({"paused": True})
+
+    async def resume(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        self._engines.resume()
+        return JSONResponse({"paused": False})
+
+    async def set_adapters(self, request: Request) -> Response:
+        versions = await self._parsed(request, _Versions, "{'versions': {...}}")
+        self._adapters.replace(versions.versions)
+        return JSONResponse({"adapters": len(versions.versions)})
+
+    async def stats(self, request: Request) -> Response:
+        self._authenticator.require_control_key(request)
+        stats, registry, loads = self._stats, self._registry, self._admission.loads
+        stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
+        stats.calls_in_flight, stats.calls_waiting = self._admission.in_flight, self._admission.waiting
+        stats.largest = registry.largest
+        stats.engine_running = {url: load.running for url, load in loads.items()}
+        stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
+        stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}
+        stats.engine_kv_tokens = {url: load.kv_tokens for url, load in loads.items()}
+        return JSONResponse(stats.model_dump())
+
+    async def _session_ids(self, request: Request) -> list[str]:
+        return (await self._parsed(request, _SessionIds, "{'session_ids': [...]}")).session_ids
+
+    async def _parsed(self, request: Request, model: type[_Body], form: str) -> _Body:
+        """Parse the body as a `model`. Raise ApiError (400), which names the expected `form`, if it fails."""
+        self._authenticator.require_control_key(request)
+        body = await read_body(request, self._settings.gateway.max_body_bytes, self._settings.body_s)
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            raise ApiError(400, f"the body must be {form}: {error.errors()[0]['msg']}") from None
+
+    # --- errors -------------------------------------------------------------------------------------------
+
+    async def _api_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        self._stats.errors[error.code] += 1
+        dialect: Dialect | None = getattr(request.state, "dialect", None)
+        dialect = dialect or dialect_of_client(self._dialects, request.url.path, request.headers)
+        return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
+
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):
+            return Response(status_code=204, headers={**(error.headers or {}), "Connection": "close"})
+        code = "not_found" if error.status_code == 404 else "bad_request"
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return await self._api_error(request, ApiError(error.status_code, message, code=code))
+
+    async def _client_disconnected(self, _: Request, error: Exception) -> Response:
+        self._stats.client_disconnects += 1
+        return Response(status_code=499)
+
+    async def _unexpected(self, request: Request, error: Exception) -> Response:
+        return await self._api_error(request, ApiError(500, "internal error of the gateway; its log says more"))
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    """Yield parts of an answer, so that a client that reads slowly holds one of them and not the whole."""
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES]
+
+
+def _image_limits(settings: GatewaySettings, bundle: RendererBundle) -> ImageLimits | None:
+    """Return the limits on images; None if the model or the settings allow none. Raise ConfigError with vLLM."""
+    config = settings.gateway
+    if bundle.vision is None or not config.max_images:
+        return None
+    if settings.engine_name == "vllm":
+        raise ConfigError("images are not supported with serving.engine=vllm: set gateway.max_images=0")
+    return ImageLimits(config.max_images, config.max_image_pixels)

@@ -1,0 +1,414 @@
+"""Write sessions to files, so that a restarted gateway continues them.
+
+    FOLDER/journal_id         names this journal; a key is valid for the journal that its session started in
+    FOLDER/sessions/NAME      the records of one session
+    FOLDER/closed             the names of closed sessions
+    FOLDER/lock               held by the gateway that writes here
+    FOLDER/port               the port of the last gateway
+
+A record is a length, a CRC-32, and msgpack:
+
+    {"kind": "asked", ...}        a call has started, or was refused by admission; it has no answer yet
+    {"kind": "dropped", ...}      the call was invalid, or its client disconnected, so it needs no answer; and what
+                                  its stream sampled before
+    {"kind": "answered", ...}     an answered call, with all its choices: its turns, its answer, and the session's
+                                  counts after it
+    {"kind": "sealed", ...}       the session was sealed: when (unix seconds), which calls were unanswered, and which
+                                  replies no client received
+
+Invariants:
+
+- A call is written before it is answered, so the journal has every answer that a client received. A truncated record
+  belongs to an unanswered call and is dropped.
+- A session without a file in the journal that its key names has sampled nothing. A lost or recreated folder is a
+  different journal; otherwise the rest of a session would pass for the whole session.
+- Only one process at a time writes to the folder.
+- The size is bounded: a session's file is deleted with the session, and its name once all its keys have expired. The
+  bytes of an image are stored once.
+- Numbers are restored exactly; logprobs as float32, which is the precision of a trajectory. Text of agents and models
+  is stored as JSON, because it may not be valid UTF-8.
+
+The journal survives the process, not the machine: it never calls fsync.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import secrets
+import stat
+import struct
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from agent_wrapper.contract import ImageSpan, VersionSpan
+from rollout_backend.base.atomic_file import write_file
+from rollout_backend.core.images import Image
+from rollout_backend.core.model_call import Answer, ApiError, Choice
+from rollout_backend.core.routed_experts import ExpertRows
+from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.errors import ConfigError
+from rollout_backend.model.dialects.base import to_json
+from rollout_backend.model.gateway.sessions.conversations import Continued, RecordedReply, RecordedTurn
+from rollout_backend.model.rendering.segments import Completion, TurnPosition
+
+_PARTS = ("sessions", "closed", "journal_id")
+_HEAD = struct.Struct("<II")
+# Seconds for the previous gateway to send its last answers and exit.
+_WAIT_S = 15.0
+OPEN_FILES = 512
+_COMPACT_FROM = 1000
+
+Record = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+def check_journal(claims: SessionClaims, journal_id: str) -> None:
+    """Raise ApiError (410) for a session of another journal, because this one lacks its earlier turns."""
+    if claims.is_recorded and claims.journal_id != journal_id:
+        raise ApiError(
+            410,
+            "the tokens that this session has sampled are lost with the journal of its gateway. The rollout is "
+            "repeated",
+            code="session_lost",
+        )
+
+
+def prepare(folder: Path, wait_s: float = _WAIT_S) -> str:
+    """Create the folder if it does not exist, wait until no gateway holds it, and return its journal_id.
+
+    Raises:
+        ConfigError: the folder cannot be used, other users can read it, or a gateway still holds it.
+    """
+    try:
+        for each in (folder.parent, folder):
+            each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _lock(folder, wait_s):
+            # The folder is new, or incomplete and therefore lost.
+            if not all((folder / each).exists() for each in _PARTS):
+                (folder / "sessions").mkdir(exist_ok=True, mode=0o700)
+                write_file(folder / "closed", b"", private=True)
+                write_file(folder / "journal_id", secrets.token_hex(8).encode(), private=True)
+            return (folder / "journal_id").read_text()
+    except OSError as error:
+        raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
+
+
+def read_port(folder: Path) -> int:
+    """Return the port of the folder's last gateway; 0 if unknown."""
+    try:
+        return int((folder / "port").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def write_port(folder: Path, port: int) -> None:
+    write_file(folder / "port", str(port).encode(), private=True)
+
+
+def read_session(folder: Path, session_id: str) -> list[Record]:
+    """Return the complete records of a session, from a folder to which a gateway may be writing."""
+    try:
+        data = (folder / "sessions" / _name(session_id)).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [record for record, _ in _complete(memoryview(data))]
+
+
+class SessionJournal:
+    """A journal in a folder made by `prepare`, held until `release` or the end of the process.
+
+    Only `read` is thread-safe.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raise ConfigError if the folder cannot be used, or another gateway holds it."""
+        self._sessions = folder / "sessions"
+        self._closed_file = folder / "closed"
+        # Descriptors, least recently used first.
+        self._open: dict[str, int] = {}
+        try:
+            self._lock = _lock(folder, 0.0)
+            self.journal_id = (folder / "journal_id").read_text()
+            self._left = {entry.name: entry.stat().st_mtime for entry in os.scandir(self._sessions)}
+            closed = {name: until for name, until in _records(self._closed_file) if until > time.time()}
+            self._write_closed(closed)
+        except OSError as error:
+            raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
+        self.closed: Mapping[str, float] = closed
+        """Names of closed sessions, each with the time until which it is remembered."""
+
+    def release(self) -> None:
+        """Release the folder for another gateway."""
+        for name in list(self._open):
+            os.close(self._open.pop(name))
+        self._lock.close()
+
+    def append(self, session_id: str, record: Record) -> None:
+        """Append a record. Raises OSError after restoring the file, if that is possible."""
+        name = _name(session_id)
+        descriptor = self._open.pop(name, None)
+        if descriptor is None:
+            descriptor = _open(self._sessions / name)
+        self._open[name] = descriptor
+        if len(self._open) > OPEN_FILES:
+            os.close(self._open.pop(next(iter(self._open))))
+        _write(descriptor, _frame(record))
+
+    def is_left(self, session_id: str) -> bool:
+        """Return whether an earlier process wrote this session, and `take` was not called for it yet."""
+        return _name(session_id) in self._left
+
+    def take(self, session_id: str) -> None:
+        """Take a session of an earlier process, which `sweep` then leaves to the registry."""
+        self._left.pop(_name(session_id), None)
+
+    def read(self, session_id: str) -> list[Record]:
+        """Return the records of a session, in order. Another thread may do this while nothing is appended to it."""
+        return list(_records(self._file(session_id)))
+
+    def close(self, sessions: Mapping[str, float]) -> None:
+        """Delete these sessions except for their names, each of which has an expiry time. Raises OSError."""
+        closed = _open(self._closed_file)
+        try:
+            _write(closed, b"".join(map(_frame, sessions.items())))
+        finally:
+            os.close(closed)
+        self._written += len(sessions)
+        for path in map(self._file, sessions):
+            if path.name in self._open:
+                os.close(self._open.pop(path.name))
+            path.unlink(missing_ok=True)
+
+    def sweep(self, closed: Mapping[str, float], now: float, session_key_s: float) -> None:
+        """Delete expired names, and sessions of earlier processes whose keys have expired.
+
+        `closed` holds the names to keep; `session_key_s` is the longest validity of a key. Raises OSError.
+        """
+        for name in [name for name, written_at in self._left.items() if written_at + session_key_s <= now]:
+            del self._left[name]
+            (self._sessions / name).unlink(missing_ok=True)
+        if self._written - len(closed) >= max(_COMPACT_FROM, len(closed)):
+            self._write_closed(closed)
+
+    def _write_closed(self, closed: Mapping[str, float]) -> None:
+        write_file(self._closed_file, b"".join(map(_frame, closed.items())), private=True)
+        self._written = len(closed)
+
+    def _file(self, session_id: str) -> Path:
+        return self._sessions / _name(session_id)
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def _name(session_id: str) -> str:
+    return hashlib.blake2b(session_id.encode(), digest_size=16).hexdigest()
+
+
+def _frame(record: object) -> bytes:
+    body: bytes = msgpack.packb(record)
+    return _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(descriptor, data[written:] if written else data)
+    except OSError:
+        # Otherwise later records would follow a truncated one and be lost with it.
+        if written:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        raise
+
+
+def _records(path: Path) -> Iterator[Any]:
+    """Yield all complete records, then truncate the file after the last one."""
+    try:
+        data = memoryview(path.read_bytes())
+    except FileNotFoundError:
+        return
+    at = 0
+    for record, at in _complete(data):  # noqa: B007  the end of the last one
+        yield record
+    if at < len(data):
+        log.warning("the last %d bytes of %s are no complete record and are dropped", len(data) - at, path.name)
+        os.truncate(path, at)
+
+
+def _complete(data: memoryview) -> Iterator[tuple[Any, int]]:
+    """Yield all complete records, each with the offset of its end."""
+    at = 0
+    while at + _HEAD.size <= len(data):
+        length, crc = _HEAD.unpack_from(data, at)
+        body = data[at + _HEAD.size : at + _HEAD.size + length]
+        if len(body) < length or zlib.crc32(body) != crc:
+            break
+        at += _HEAD.size + length
+        yield msgpack.unpackb(body), at
+
+
+def _lock(folder: Path, wait_s: float) -> Any:
+    """Lock the folder. The lock is held while the returned file is open.
+
+    Raises:
+        ConfigError: another process holds it, or other users can read the folder.
+    """
+    found = folder.stat()
+    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+        raise ConfigError(f"other users can read the gateway's journal {folder}: chmod 700 it, or delete it")
+    file = os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                file.close()
+                raise ConfigError(
+                    f"another gateway uses {folder}: does this run already run elsewhere? Give it another run_id"
+                ) from None
+            time.sleep(0.05)
+        else:
+            return file
+
+
+# --- records ------------------------------------------------------------------------------------------------
+
+
+def turns(record: Record) -> list[RecordedTurn]:
+    """Return the turns that a record adds; none if its call sampled nothing."""
+    return [_turn_of(turn) for turn in record.get("turns", ())]
+
+
+def text_bytes(record: Record) -> int:
+    """Return the size of the messages that a record adds."""
+    return sum(len(turn["messages"]) for turn in record.get("turns", ()))
+
+
+def answer_of(record: Record) -> Answer:
+    """Return the answer of an answered call."""
+    fields = json.loads(record["answer"])
+    return Answer(**{**fields, "choices": tuple(Choice(**choice) for choice in fields["choices"])})
+
+
+def undelivered_of(record: Record) -> list[RecordedReply]:
+    """Return the replies that no client had received when the session was sealed."""
+    return [RecordedReply(TurnPosition(*place), end) for place, end in record.get("undelivered", ())]
+
+
+def asked(call: bytes, *, is_retry: bool) -> Record:
+    """Encode the start of a call. `is_retry` means that the request declares itself a retry."""
+    return {"kind": "asked", "call": call, "is_retry": is_retry}
+
+
+def dropped(call: bytes, turns: Sequence[RecordedTurn] = ()) -> Record:
+    return {"kind": "dropped", "call": call, "turns": [_turn(turn) for turn in turns]}
+
+
+def sealed(at: float, unanswered: Iterable[bytes], undelivered: Iterable[RecordedReply]) -> Record:
+    replies = [[list(reply.place), reply.end] for reply in undelivered]
+    return {"kind": "sealed", "at": at, "unanswered": list(unanswered), "undelivered": replies}
+
+
+def answered(
+    call: bytes,
+    request: bytes,
+    turns: Sequence[RecordedTurn],
+    answer: Answer,
+    started: int,
+    sampled_tokens: int,
+) -> Record:
+    """Encode an answered call. `request` is the request's digest; `started` and the token count are the session's
+    totals after this call."""
+    return {
+        "kind": "answered",
+        "call": call,
+        "request": request,
+        "turns": [_turn(turn) for turn in turns],
+        "answer": to_json({**vars(answer), "choices": [vars(choice) for choice in answer.choices]}),
+        "started": started,
+        "sampled_tokens": sampled_tokens,
+    }
+
+
+def _turn(turn: RecordedTurn) -> Record:
+    completion = turn.completion
+    logprobs = [math.nan if logprob is None else logprob for logprob in completion.logprobs]
+    seen: Record = {"spans": [vars(span) for span in turn.spans]} if turn.spans else {}
+    if turn.images:
+        seen["images"] = [vars(image) for image in turn.images]
+    if completion.experts is not None:
+        seen["experts"] = list(completion.experts)
+    if turn.continued is not None:
+        seen["continued"] = [*turn.continued[:2], to_json(turn.continued.message), turn.continued.end]
+    return seen | {
+        "extends": turn.extends,
+        "given": array("i", turn.given).tobytes(),
+        "sampled": array("i", completion.token_ids).tobytes(),
+        "logprobs": array("f", logprobs).tobytes(),
+        "versions": [[span.version, span.start, span.end] for span in completion.weight_versions],
+        "finish_reason": completion.finish_reason,
+        "matched": completion.matched,
+        "cached_tokens": completion.cached_tokens,
+        "seconds": completion.seconds,
+        "kept": turn.kept,
+        "messages": to_json(turn.messages),
+        "split_reason": turn.split_reason,
+        "tools": turn.tools_digest,
+        "asked": turn.asked,
+        "end": turn.end,
+        "seen": list(turn.seen),
+        "is_closed": turn.is_closed,
+        "left_out": turn.left_out,
+    }
+
+
+def _turn_of(record: Record) -> RecordedTurn:
+    return RecordedTurn(
+        extends=record["extends"],
+        given=array("i", record["given"]).tolist(),
+        completion=Completion(
+            token_ids=tuple(array("i", record["sampled"])),
+            logprobs=tuple(array("f", record["logprobs"])),
+            weight_versions=tuple(
+                VersionSpan(version=version, start=start, end=end) for version, start, end in record["versions"]
+            ),
+            finish_reason=record["finish_reason"],
+            matched=record["matched"],
+            cached_tokens=record["cached_tokens"],
+            seconds=record["seconds"],
+            experts=ExpertRows(*record["experts"]) if "experts" in record else None,
+        ),
+        kept=record["kept"],
+        messages=json.loads(record["messages"]),
+        split_reason=record["split_reason"],
+        tools_digest=record["tools"],
+        asked=record["asked"],
+        end=record["end"],
+        seen=record["seen"],
+        spans=[ImageSpan(**span) for span in record.get("spans", ())],
+        images=[Image(**image) for image in record.get("images", ())],
+        continued=_continued_of(record["continued"]) if "continued" in record else None,
+        is_closed=record["is_closed"],
+        left_out=record["left_out"],
+    )
+
+
+def _continued_of(record: Sequence[Any]) -> Continued:
+    reply, tokens, message, end = record
+    return Continued(reply, tokens, json.loads(message), end)

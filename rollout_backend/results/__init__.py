@@ -1,1 +1,0 @@
-"""The results of runs: records, accounts, run directories, metrics, tables, comparisons, reports."""

@@ -1,0 +1,1 @@
+"""What people use around a run: deployment of agents, and a cloud on this machine."""

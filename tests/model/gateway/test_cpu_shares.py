@@ -1,0 +1,155 @@
+"""How sessions share the CPU time of a gateway. The time that passes is virtual, and so is what work costs."""
+
+import asyncio
+import threading
+from itertools import count
+
+import pytest
+
+from builders import Clock
+from rollout_backend.model.gateway import cpu_shares
+from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares, charge_to, charged_task
+
+SESSIONS = 64
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
+
+
+@pytest.fixture
+def shares(clock):
+    """Sleeping passes time."""
+
+    async def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    made = CpuShares(lambda: SESSIONS, clock, sleep)
+    yield made
+    made.close()
+
+
+def costs(monkeypatch, seconds: float) -> None:
+    """Let each step take this many seconds of a thread's time."""
+    numbers = count()
+    monkeypatch.setattr(cpu_shares.time, "thread_time", lambda: seconds * next(numbers))
+
+
+@pytest.mark.parametrize("unit_s", [0.02, 0.2])
+async def test_a_session_uses_half_of_an_equal_part_in_the_long_run(shares, clock, monkeypatch, unit_s):
+    costs(monkeypatch, unit_s)
+    hostile, began, units = CpuShare(shares), clock.now, 200
+    for _ in range(units):
+        await hostile.run(lambda: None)
+    used_s = units * unit_s
+    assert used_s - 1 <= (clock.now - began) * 0.5 / SESSIONS <= used_s
+
+
+async def test_a_session_of_a_few_seconds_is_never_delayed_and_one_never_waits_for_long(shares, clock, monkeypatch):
+    costs(monkeypatch, 0.004)
+    benign, began = CpuShare(shares), clock.now
+    for _ in range(120):
+        await benign.run(lambda: None)
+    assert clock.now == began
+    costs(monkeypatch, 100.0)
+    await benign.run(lambda: None)
+    await benign.run(lambda: None)
+    assert clock.now == began + 30
+
+
+async def test_a_session_among_few_has_a_larger_share_and_each_has_some(clock):
+    assert [CpuShares(lambda n=n: n, clock).rate for n in (0, 1, 8, 100, 10_000)] == [0.5, 0.5, 0.0625, 0.005, 0.005]
+
+
+async def test_many_small_requests_and_steps_on_the_event_loop_are_charged(shares, clock, monkeypatch):
+    costs(monkeypatch, 0.05)
+    share, began = CpuShare(shares), clock.now
+
+    async def work() -> None:
+        await charged_task(nothing())
+
+    async def nothing() -> None:
+        pass
+
+    for _ in range(100):
+        await share.enter()
+        await charge_to(share, work())
+    # A call has three steps, of which one is its task's.
+    assert clock.now - began > 100 * 3 * 0.05 / shares.rate * 0.9
+    costs(monkeypatch, 0.0)
+    small, began = CpuShare(shares), clock.now
+    for _ in range(100_000):
+        await small.enter()
+    assert clock.now - began > (100_000 * 0.00005 - 0.5) / shares.rate * 0.9
+
+
+async def test_an_error_and_a_cancellation_pass_through_charged_work(shares):
+    share, cancelled = CpuShare(shares), []
+
+    async def fails() -> None:
+        raise KeyError
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(KeyError):
+        await charge_to(share, fails())
+    task = asyncio.create_task(charge_to(share, waits()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cancelled == [True]
+
+
+async def test_the_session_with_the_least_use_goes_first_and_a_session_waits_for_itself(clock):
+    """A hostile session queues ten units of work, and each benign session waits for the one that runs only."""
+    shares, done, going, go = CpuShares(lambda: SESSIONS, clock), [], threading.Event(), threading.Event()
+    hostile, heavy, benign = (CpuShare(shares) for _ in range(3))
+    hostile.charge(0.4)
+    heavy.charge(0.3)
+
+    def first() -> None:
+        going.set()
+        go.wait()
+
+    running = asyncio.create_task(hostile.run(first))
+    await asyncio.to_thread(going.wait)
+    waiting = [asyncio.create_task(hostile.run(done.append, f"hostile {i}")) for i in range(10)]
+    waiting.append(asyncio.create_task(heavy.run(done.append, "heavy")))
+    waiting.append(asyncio.create_task(benign.run(done.append, "benign")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(running, *waiting)
+    assert done == ["benign", "heavy", *(f"hostile {i}" for i in range(10))]
+    shares.close()
+
+
+async def test_work_that_has_not_begun_is_not_done_for_a_caller_that_left(clock):
+    shares, done, going, go = CpuShares(clock=clock), [], threading.Event(), threading.Event()
+    one, other = CpuShare(shares), CpuShare(shares)
+
+    def first() -> None:
+        going.set()
+        go.wait()
+
+    running = asyncio.create_task(one.run(first))
+    await asyncio.to_thread(going.wait)
+    left = [asyncio.create_task(each.run(done.append, "left")) for each in (one, other)]
+    await asyncio.sleep(0)
+    for each in left:
+        each.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    go.set()
+    await running
+    await other.run(done.append, "other")
+    await one.run(done.append, "one")
+    assert done == ["other", "one"]
+    shares.close()

@@ -1,0 +1,467 @@
+"""The journal: sessions continue after a restart of their gateway, or are refused."""
+
+import asyncio
+import errno
+import gc
+import json
+import os
+import re
+import threading
+import time
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import Mock
+
+import httpx
+import pytest
+
+from agent_wrapper.contract import Trajectory
+from builders import assistant, eventually, function_tool, hang_up, tool_result, until, user
+from rollout_backend.core.model_call import ApiError
+from rollout_backend.core.seal import Sealer
+from rollout_backend.core.session_key import KeyRefused, issue, verify
+from rollout_backend.errors import ConfigError
+from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions.journal import SessionJournal
+from rollout_backend.model.gateway.sessions.registry import MAX_UNANSWERED, SessionRegistry
+from rollout_backend.model.serving.run_secret import key_secret
+from rollout_backend.workbench.local.scripted import Fail, ScriptedEngine
+
+SEAL_SECRET = "the seals of this run " * 2
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "gateway" / "0-of-1"
+    journals.prepare(folder)
+    return folder
+
+
+@pytest.fixture
+def open_journal(folder):
+    """Open the folder's journal. The one opened before is released first, as by the death of its process."""
+    journals_open: list[SessionJournal] = []
+
+    def release() -> None:
+        while journals_open:
+            journals_open.pop().release()
+
+    def open_() -> SessionJournal:
+        release()
+        journals_open.append(SessionJournal(folder))
+        return journals_open[-1]
+
+    yield open_
+    release()
+
+
+@pytest.fixture
+def journal(open_journal) -> SessionJournal:
+    return open_journal()
+
+
+def session_file(folder: Path) -> Path:
+    [path] = (folder / "sessions").iterdir()
+    return path
+
+
+# --- the files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["1 byte less", "5 bytes less", "11 bytes less", "a changed byte"])
+def test_a_damaged_record_is_dropped_and_later_ones_are_read(folder, journal, damage):
+    for i in range(3):
+        journal.append("s", {"i": i})
+    path = session_file(folder)
+    data = path.read_bytes()
+    path.write_bytes(
+        data[:-1] + bytes([data[-1] ^ 1]) if damage == "a changed byte" else data[: -int(damage.split()[0])]
+    )
+    assert journal.read("s") == [{"i": 0}, {"i": 1}]
+    journal.append("s", {"i": 3})
+    assert journal.read("s") == [{"i": 0}, {"i": 1}, {"i": 3}]
+
+
+def test_a_failed_write_leaves_no_partial_record(journal, monkeypatch):
+    journal.append("s", {"i": 0})
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 4:
+            return write(descriptor, data[:4])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="space"):
+        journal.append("s", {"i": 1234567})
+    monkeypatch.undo()
+    journal.append("s", {"i": 2})
+    assert journal.read("s") == [{"i": 0}, {"i": 2}]
+
+
+def test_only_the_owner_can_read_the_journal(folder, journal):
+    journal.append("s", {})
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    assert (folder / "sessions").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o600}
+    journal.release()
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        journals.prepare(folder)
+
+
+def test_two_gateways_cannot_use_one_folder(folder, journal, open_journal):
+    with pytest.raises(ConfigError, match="another gateway uses"):
+        SessionJournal(folder)
+    with pytest.raises(ConfigError, match="another gateway uses"):
+        journals.prepare(folder, wait_s=0.0)
+    open_journal()
+
+
+@pytest.mark.parametrize("part", ["sessions", "closed", "journal_id"])
+def test_a_folder_with_a_missing_part_is_a_new_journal(folder, part):
+    before = journals.prepare(folder)
+    assert journals.prepare(folder) == before
+    path = folder / part
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert journals.prepare(folder) != before
+
+
+def test_a_closed_session_is_remembered_until_its_key_expires(folder, journal, open_journal):
+    now = time.time()
+    for name in ("a", "b"):
+        journal.append(name, {})
+    journal.close({"a": now + 60, "b": now - 1})
+    assert list((folder / "sessions").iterdir()) == []
+    for _ in range(2):
+        assert open_journal().closed == {"a": now + 60}
+
+
+def test_expired_names_of_closed_sessions_are_removed(folder, journal):
+    journal.close({f"s{i}": 0.0 for i in range(2000)})
+    size = (folder / "closed").stat().st_size
+    journal.sweep({"live": time.time() + 60}, time.time(), 60)
+    assert (folder / "closed").stat().st_size < size / 100
+
+
+def test_a_session_that_is_not_resumed_is_removed_when_its_key_expires(folder, journal, open_journal):
+    for name in ("resumed", "left"):
+        journal.append(name, {})
+    again = open_journal()
+    again.take("resumed")
+    again.sweep({}, time.time() + 40_000, session_key_s=50_000)
+    assert len(list((folder / "sessions").iterdir())) == 2
+    again.sweep({}, time.time() + 60_000, session_key_s=50_000)
+    assert again.read("resumed")
+    assert again.read("left") == []
+
+
+def test_the_secret_of_keys_is_derived_from_the_runs_secret_and_differs_from_others(claims):
+    secret = "a secret of the settings " * 2
+    keys = {key_secret(secret, "run-a"), key_secret(secret, "run-b"), key_secret(secret + "!", "run-a"), secret}
+    assert len(keys) == 4
+    assert key_secret(secret, "run-a") == key_secret(secret, "run-a")
+    assert Sealer(secret)._keys[0].hex() not in keys
+    with pytest.raises(KeyRefused, match="bad_signature"):
+        verify(key_secret(secret, "run-b"), issue(key_secret(secret, "run-a"), claims()), 0.0)
+
+
+def test_more_sessions_than_open_files(journal):
+    names = [f"session-{number}" for number in range(journals.OPEN_FILES + 2)]
+    for i in range(2):
+        for name in names:
+            journal.append(name, {"i": i})
+    assert len(journal._open) == journals.OPEN_FILES
+    assert all(journal.read(name) == [{"i": 0}, {"i": 1}] for name in names)
+
+
+# --- sessions ---------------------------------------------------------------------------------------------
+
+
+async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, open_journal, claims):
+    def registry() -> SessionRegistry:
+        return SessionRegistry(bundle, "m", 50.0, sealer=Sealer(SEAL_SECRET), journal=open_journal())
+
+    first = registry()
+    for name in ("sealed", "revoked", "open"):
+        session = await first.open(claims(name))
+        session.write(journals.asked(b"lost", is_retry=False))
+        session.unanswered.add(b"lost")
+    sealed = await first.seal(claims("sealed"))
+    await first.revoke(["revoked", "never seen"])
+    again = registry()
+    with pytest.raises(ApiError, match="closed"):
+        await again.open(claims("sealed"))
+    assert await again.seal(claims("sealed")) == sealed
+    for name in ("sealed", "revoked", "never seen"):
+        with pytest.raises(ApiError, match="closed"):
+            await again.open(claims(name))
+    assert Trajectory.decode(await again.seal(claims("open"))).unanswered_calls == 1
+
+
+async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, journal, claims):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
+    session = await registry.open(claims())
+    (folder / "sessions").rmdir()
+    with pytest.raises(ApiError, match="cannot write the journal") as caught:
+        session.write({})
+    assert caught.value.status == 503
+    with pytest.raises(ApiError, match="closed"):
+        await registry.open(claims())
+
+
+async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_journal, claims):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    few, many = await registry.open(claims("few")), await registry.open(claims("many"))
+    for session, calls in ((few, MAX_UNANSWERED // 2), (many, MAX_UNANSWERED * 3)):
+        for i in range(calls):
+            question = i.to_bytes(16)
+            session.write(journals.asked(question, is_retry=False))
+            session.lose(question)
+            session.write(journals.dropped(question))
+    assert len(few.unanswered) == MAX_UNANSWERED // 2
+    assert len(many.unanswered) == MAX_UNANSWERED + 1
+    sizes = sorted(file.stat().st_size for file in (folder / "sessions").iterdir())
+    assert sizes[1] < sizes[0] + 100
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    assert [len((await again.open(claims(name))).unanswered) for name in ("few", "many")] == [0, 1]
+
+
+async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundle, open_journal, claims, monkeypatch):
+    session = await SessionRegistry(bundle, "m", 50.0, journal=open_journal()).open(claims())
+    session.write(journals.asked(b"lost", is_retry=False))
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(OSError, match="Too many"):
+            await again.open(claims())
+    assert Trajectory.decode(await again.seal(claims())).unanswered_calls == 1
+
+
+async def test_a_session_is_read_once_beside_the_event_loop(bundle, open_journal, claims, monkeypatch):
+    first = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    for name in ("resumed", "revoked"):
+        (await first.open(claims(name))).write(journals.asked(b"lost", is_retry=False))
+    go, readers, read = threading.Event(), [], SessionJournal.read
+
+    def slow(journal: SessionJournal, session_id: str) -> list[journals.Record]:
+        readers.append(threading.current_thread())
+        go.wait(60)
+        return read(journal, session_id)
+
+    monkeypatch.setattr(SessionJournal, "read", slow)
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    opened = [asyncio.create_task(again.open(claims(name))) for name in ("resumed", "resumed", "revoked")]
+    await eventually(lambda: readers)  # the second is read after it, in the same thread
+    opened[0].cancel()  # its client disconnected
+    await again.revoke(["revoked"])
+    go.set()
+    _, resumed, revoked = await asyncio.gather(*opened, return_exceptions=True)
+    assert resumed.unanswered == {b"lost"}
+    assert isinstance(revoked, ApiError)
+    assert await again.open(claims("resumed")) is resumed
+    assert len(readers) == 2
+    assert threading.main_thread() not in readers
+
+
+async def test_a_closed_session_is_freed_without_a_garbage_collection(bundle, journal, claims):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
+    gc.disable()
+    try:
+        freed = weakref.ref(await registry.open(claims()))
+        await registry.seal(claims())
+        await registry.revoke(["s"])
+        await eventually(lambda: freed() is None)  # the thread that sealed it may not have dropped it yet
+    finally:
+        gc.enable()
+
+
+async def test_a_call_in_flight_does_not_reopen_a_revoked_session(bundle, folder, journal, claims):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
+    session = await registry.open(claims())
+    await registry.revoke(["s"])
+    session.write({"kind": "asked", "call": b"c"})
+    assert list((folder / "sessions").iterdir()) == []
+
+
+# --- restarts of a gateway --------------------------------------------------------------------------------
+
+
+class Restartable:
+    """A gateway with a journal, which can be restarted."""
+
+    def __init__(self, serve, folder: Path, engine: ScriptedEngine, **more) -> None:
+        self.journal_id, self.engine = journals.prepare(folder), engine
+        self._start = lambda: serve(engine.url, journal=folder, seal_secret=SEAL_SECRET, **more)
+        self.gateway = self._start()
+
+    def restart(self) -> None:
+        self.gateway.stop()
+        self.gateway = self._start()
+
+    def post(self, body: dict, headers: dict | None = None, path: str = "/v1/chat/completions", **of_the_key):
+        key = self.gateway.key(**{"journal_id": self.journal_id, **of_the_key})
+        return self.gateway.post(body, key=key, headers=headers, path=path)
+
+    def seal(self) -> bytes:
+        return self.post({}, path="/v1/rollout/trajectory").raise_for_status().content
+
+
+@pytest.fixture
+def start(serve, folder):
+    """Start a gateway with a journal before an engine with these replies."""
+    with ExitStack() as stack:
+        yield lambda replies, folder=folder, **more: Restartable(
+            serve, folder, stack.enter_context(ScriptedEngine(replies)), **more
+        )
+
+
+def ask(*said: str, **more) -> dict:
+    messages = [(user, assistant)[i % 2](text) for i, text in enumerate(said)]
+    return {"model": "scripted", "messages": messages, **more}
+
+
+def text_of(response: httpx.Response) -> str:
+    return response.raise_for_status().json()["choices"][0]["message"]["content"]
+
+
+def segments_of(sealed: bytes) -> list[dict]:
+    """Return what was sampled, without durations and the ids of calls."""
+    segments = [segment.model_dump(mode="json") for segment in Trajectory.decode(sealed).segments]
+    for turn in (turn for segment in segments for turn in segment["turns"]):
+        turn["seconds"] = 0
+    return json.loads(re.sub(r"call_\w{24}", "call", json.dumps(segments)))
+
+
+def test_a_session_continues_after_a_restart_exactly_as_without_one(start, tmp_path):
+    tool = function_tool("look")
+    own_way = '<tool_call>\n{"name":"look",   "arguments":{}}\n</tool_call>'  # no template writes it so
+
+    def converse(gateway: Restartable, between) -> bytes:
+        messages = [user("Begin.")]
+        for nth in range(3):
+            body = {"model": "scripted", "messages": messages, "tools": [tool], "n": 2 if nth == 1 else 1}
+            reply = gateway.post(body).raise_for_status().json()["choices"][0]["message"]
+            messages += [reply, *(tool_result(call["id"], "nothing") for call in reply.get("tool_calls") or ())]
+            messages.append(user("And then?"))
+            between()
+        gateway.post(ask("Quite another thing: \ud83d", logprobs=True))
+        gateway.post(ask("Once more \U0001f600", logprobs=True)).raise_for_status()
+        between()
+        sealed = gateway.seal()
+        between()
+        assert gateway.seal() == sealed
+        return sealed
+
+    seen = []
+    for name in ("calm", "restarted"):
+        gateway = start([own_way, "two", "three", "four", "five", "six"], tmp_path / name / "0-of-1")
+        sealed = converse(gateway, gateway.restart if name == "restarted" else lambda: None)
+        seen.append((segments_of(sealed), [request["input_ids"] for request in gateway.engine.requests]))
+    assert seen[0] == seen[1]
+    segments, prompts = seen[0]
+    assert [segment["split_reason"] for segment in segments][:2] == ["first_call", "branched"]
+    assert len(prompts) >= 5
+
+
+def test_a_retry_after_a_restart_gets_the_recorded_answer(start):
+    numbers = iter(range(1, 100))
+    gateway = start(lambda _: str(next(numbers)))
+    first = gateway.post(ask("Say something."))
+    key = {"Idempotency-Key": "k"}
+    keyed = gateway.post(ask("Say something."), key)
+    gateway.restart()
+    assert gateway.post(ask("Say something."), RETRY).json() == first.json()
+    assert gateway.post(ask("Say something."), key).json() == keyed.json()
+    streamed = gateway.post(ask("Say something else.", stream=True))
+    gateway.restart()
+    repeated = gateway.post(ask("Say something else.", stream=True), RETRY)
+    assert '"content":"3"' in streamed.text.replace(": ", ":")
+    assert '"content":"3"' in repeated.text.replace(": ", ":")
+    assert text_of(gateway.post(ask("Say something."))) == "4"  # not declared as a retry
+    assert len(Trajectory.decode(gateway.seal()).segments) == 4
+
+
+def test_a_retry_after_a_restart_gets_no_answer_of_an_earlier_equal_question(start):
+    replies = iter(["1", Fail(500), "2", "3"])
+    gateway = start(lambda _: next(replies), engine_attempts=1)
+    assert text_of(gateway.post(ask("Summarise."))) == "1"
+    assert gateway.post(ask("Summarise.")).status_code == 503
+    gateway.restart()
+    assert text_of(gateway.post(ask("Summarise."), RETRY)) == "2"
+    gateway.restart()
+    assert text_of(gateway.post(ask("Summarise."), RETRY)) == "2"
+
+
+def test_a_sessions_budget_continues_after_a_restart(start):
+    gateway = start(["12345", "12345", "12345"], gateway={"session_tokens": 9})
+    assert text_of(gateway.post(ask("a"))) == "12345"  # and the end of the turn: 6 tokens
+    gateway.restart()
+    assert text_of(gateway.post(ask("b"))) == "123"
+    gateway.restart()
+    assert gateway.post(ask("c")).status_code == 400
+
+
+def test_messages_take_limited_space_also_if_they_are_not_rendered(start):
+    gateway = start(lambda _: "5", max_result_bytes=2000)
+    result = {"role": "tool", "tool_call_id": "x" * 5000, "content": "1"}
+    for n, status in enumerate([200, 200, 400, 400]):
+        assert gateway.post({"model": "scripted", "messages": [result, user(f"{n}")]}).status_code == status
+        gateway.restart()
+
+
+def test_unanswered_calls_are_counted_until_they_are_answered(start):
+    down = True
+    gateway = start(lambda _: Fail(500) if down else "up", engine_attempts=1)
+    assert gateway.post(ask("a")).status_code == 503
+    assert gateway.post(ask("b")).status_code == 503
+    assert gateway.post({"model": "scripted", "messages": [{"role": "other", "content": "c"}]}).status_code == 400
+    gateway.restart()
+    down = False
+    assert text_of(gateway.post(ask("a"), RETRY)) == "up"
+    assert Trajectory.decode(gateway.seal()).unanswered_calls == 1
+
+
+def test_what_is_left_out_of_training_is_so_after_a_restart(start):
+    gateway = start(lambda _: "5", leave_out=[{"header": "x-side"}])
+    text_of(gateway.post(ask("a")))
+    text_of(gateway.post(ask("b"), {"X-Side": "1"}))
+    gateway.restart()
+    (segment,) = Trajectory.decode(gateway.seal()).segments
+    assert [message["content"] for message in segment.messages] == ["a", "5"]
+
+
+@pytest.mark.parametrize("failed_before", [0, 1])
+def test_a_call_that_the_agent_gave_up_needs_no_answer_after_a_restart(start, held, failed_before):
+    """If the same question failed before, that attempt still needs one."""
+    fails = iter([Fail(500)] * failed_before)
+    gateway = start(lambda prompt: next(fails, None) or held(prompt), engine_attempts=1)
+    for _ in range(failed_before):
+        assert gateway.post(ask("a")).status_code == 503
+    key = gateway.gateway.key(journal_id=gateway.journal_id)
+    hang_up(gateway.gateway.url, key, ask("a"), lambda: held.asked.acquire(timeout=120))
+    until(lambda: gateway.gateway.stats().client_disconnects == 1)
+    until(lambda: gateway.gateway.stats().calls_in_flight == 0)
+    held.go.set()
+    gateway.restart()
+    assert Trajectory.decode(gateway.seal()).unanswered_calls == failed_before
+
+
+def test_a_session_of_a_lost_journal_is_refused(start, folder, tmp_path):
+    gateway = start(["one", "two"])
+    text_of(gateway.post(ask("a")))
+    gateway.gateway.stop()
+    folder.rename(tmp_path / "lost")
+    after = start(["one", "two"])
+    assert after.journal_id != gateway.journal_id
+    refused = after.post(ask("a", "one", "b"), journal_id=gateway.journal_id)
+    assert refused.status_code == 410
+    assert refused.json()["error"]["code"] == "session_lost"
+    anthropic = after.post({}, path="/v1/messages", journal_id=gateway.journal_id).json()
+    assert anthropic["type"] == "error"
+    assert "lost" in anthropic["error"]["message"]
+    assert after.post({}, path="/v1/rollout/trajectory", journal_id=gateway.journal_id).status_code == 410
+    assert after.post(ask("a"), session="new").status_code == 200
