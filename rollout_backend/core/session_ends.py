@@ -99,7 +99,9 @@ class Heartbeats:
         self._last: dict[str, tuple[_Gateway, float]] = {}
 
     def watch(self, session_id: str) -> None:
+        """Watch a session from now on: a repeated invoke may have replaced the container that sent earlier ones."""
         self._watched.add(session_id)
+        self._last.pop(session_id, None)
 
     def forget(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:

@@ -120,3 +120,16 @@ def test_a_session_that_beats_again_is_not_lost():
     assert bench.play(60) == {"a"}
     bench.dead = set()
     assert bench.play(15) == set()
+
+
+def test_a_session_whose_container_was_replaced_by_a_repeated_invoke_is_not_lost():
+    bench = Bench("a", "b")
+    bench.play(60)
+    bench.dead = {"a"}
+    assert bench.play(60) == {"a"}
+    bench.heartbeats.watch("a")
+    assert bench.play(15) == set()
+    bench.dead = set()
+    assert bench.play(60) == set()
+    bench.dead = {"a"}
+    assert bench.play(60) == {"a"}
