@@ -80,8 +80,9 @@ SEEDS ?= 1000
 SEED ?=
 MUTANT ?=
 NEW ?=
-chaos: setup  ## simulated runs with faults of every kind, in virtual time: `SEEDS=1000` of them, `NEW=1` for new ones
-	$(RUN)/python -m tests.simulation --seeds $(SEEDS) $(if $(NEW),--new) $(if $(SEED),--seed $(SEED)) $(if $(MUTANT),--mutant $(MUTANT))
+FIRST ?= 0
+chaos: setup  ## simulated runs with faults of every kind, in virtual time: `SEEDS=1000` from `FIRST=0`, `NEW=1` for new ones
+	$(RUN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) $(if $(NEW),--new) $(if $(SEED),--seed $(SEED)) $(if $(MUTANT),--mutant $(MUTANT))
 
 train: engine verl  ## verl trains a small model on sums: some 15 minutes
 	$(VERL)/bin/python examples/train_arithmetic/train.py

@@ -101,6 +101,7 @@ class _Step:
     def __post_init__(self) -> None:
         self.now = self.began
         self.ledger = make_ledger(self.step, lambda: self.now)
+        self.ledger.clock = lambda: self.now
         self.rollouts: list[Rollout] = []
 
     def run(self) -> float:
