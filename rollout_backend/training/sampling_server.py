@@ -6,14 +6,16 @@ Invariants:
 - Token ids and logprobs are the service's, unchanged. A reply without a logprob for each token is an error.
 - What the service cannot do (images, forced formats, logit bias, adapters, routed experts) is refused by name.
 - A fault of the service answers 503, which the gateway retries until the call's deadline.
+- A call at the service is never taken for lost, however long its reply takes: the service would bill it again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from aiohttp import web
@@ -29,6 +31,8 @@ from rollout_backend.training.tinker import Sampler, TinkerService
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 2**26
+# The service queues calls itself. A gateway would hold back calls beyond this number.
+_MAX_CALLS = 2**20
 _server_log = logging.getLogger(f"{__name__}.http")
 # A router first probes a new engine with gRPC, which is no HTTP/1.
 _server_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage)))
@@ -54,6 +58,11 @@ class SamplingServer:
         self._model_path = model_path
         self._sampler: Sampler | None = None
         self._version = 0
+        self._at_service = 0
+        self._load_reports = 0
+        # Set while no call is at the service.
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -65,6 +74,7 @@ class SamplingServer:
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
             app.router.add_get(path, self._info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         # A hung-up call ends its request to the service.
         self._runner = web.AppRunner(
@@ -100,18 +110,42 @@ class SamplingServer:
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self._model_path, "object": "model"}]})
 
+    async def _loads(self, request: web.Request) -> web.Response:
+        # A gateway repeats a call unless these numbers change. The service reports no progress before its reply.
+        self._load_reports += self._at_service > 0
+        load = {
+            "num_running_reqs": self._at_service,
+            "num_waiting_reqs": 0,
+            "max_running_requests": _MAX_CALLS,
+            "num_used_tokens": self._load_reports,
+        }
+        return web.json_response({"loads": [load]})
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._at_service += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._at_service -= 1
+            if not self._at_service:
+                self._idle.set()
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         sampler, version = self._sampler, str(self._version)
         if body["input_ids"] == [0]:
-            # The probe of an idle engine; a sample would cost money.
+            # A probe; a sample would cost money. An answer would say that calls without one are lost.
+            await self._idle.wait()
             reply = _reply(body, [0], [-0.5], "length", version)
             return web.json_response(reply)
         try:
             params = _service_params(body)
             if sampler is None:
                 raise TrainingServiceError("no weights are served yet")
-            tokens, logprobs, reason = await self._service.sample(sampler, body["input_ids"], params)
+            with self._counted():
+                tokens, logprobs, reason = await self._service.sample(sampler, body["input_ids"], params)
         except ConfigError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         except TrainingServiceError as error:

@@ -8,6 +8,8 @@ import aiohttp
 import pytest
 
 from rollout_backend.config.training_service import TrainingServiceConfig
+from rollout_backend.model.gateway.engine.liveness import SamplingProbe
+from rollout_backend.model.gateway.engine.protocol import SglangProtocol
 from rollout_backend.training.sampling_server import SamplingServer
 from rollout_backend.training.tinker import TinkerService
 from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
@@ -82,6 +84,24 @@ async def test_a_fault_of_the_service_is_answered_503(server: SamplingServer, em
     emulator.faults.failures.append("server")
     assert (await generate(server))[0] == 503
     assert (await generate(server))[0] == 200
+
+
+async def test_a_call_that_waits_at_the_service_is_not_lost(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    await emulator.set_queue("paused_capacity")
+    call = asyncio.ensure_future(generate(server))
+    await emulator.arrived("asample", 1)
+    probe = SamplingProbe(server.url, SglangProtocol())
+    async with aiohttp.ClientSession() as http:
+        # A gateway repeats a call of an engine that answers the probe.
+        assert await probe.state(http, 0.2) == "busy"
+        async with http.get(f"{server.url}/v1/loads") as response:
+            [load] = (await response.json())["loads"]
+        assert load["num_running_reqs"] == 1 < load["max_running_requests"]
+        await emulator.set_queue("")
+        assert (await call)[0] == 200
+        assert await probe.state(http, 60) == "busy"
+        assert await probe.state(http, 60) == "sampling"
+    assert len(emulator.samples) == 1
 
 
 async def test_probes_sample_nothing_and_log_nothing(
