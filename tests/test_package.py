@@ -42,6 +42,7 @@ FOLDERS = {  # and modules, with the extra that they need; those that are not he
     "rollout_backend/views/inspect_logs.py": "inspect",
     "rollout_backend/testing": "local",
     "rollout_backend/base/tracing.py": "otel",
+    "rollout_backend/training/tinker.py": "tinker",
     "rollout_backend/verl": "verl",
 }
 ELSEWHERE = {

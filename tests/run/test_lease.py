@@ -41,11 +41,9 @@ async def manager(store, run_id) -> AsyncIterator[Open]:
     """A manager of this process; keywords replace fields of its holder."""
     async with AsyncExitStack() as stack:
 
-        def make(
-            lease_s: float = LONG, on_status: Callable[[str], object] = str, retry_s: float = 300.0, **who: Any
-        ) -> RunLease:
+        def make(lease_s: float = LONG, on_status: Callable[[str], object] = str, **who: Any) -> RunLease:
             me = LeaseHolder.this_process().model_copy(update=who)
-            made = RunLease(store, run_id, me, lease_s, on_status=on_status, retry_s=retry_s)
+            made = RunLease(store, run_id, me, lease_s, on_status=on_status)
             stack.push_async_callback(made.release)
             return made
 
@@ -295,8 +293,9 @@ async def test_a_manager_that_has_lost_the_run_starts_no_agent(manager):
 
 
 async def test_a_lease_that_cannot_be_confirmed_for_minutes_is_reported(manager, caplog):
-    first = await start(manager(retry_s=0.1))
+    first = await start(manager())
     first._renewed_at -= LONG
+    first._retry_s = 0.1
     await first.try_to_confirm()
     assert "another manager may hold the run" in caplog.text
 
