@@ -118,8 +118,8 @@ class Step:
         if self._aborted is not None:
             raise self._aborted
         self.ledger.reconcile()
-        resume_count, tasks = self._plan.manifest.resume_count, self._context.request.tasks
-        await self._services.blocklist.record_step(self.ledger, resume_count, tasks)
+        resume_count = self._plan.manifest.resume_count
+        await self._services.blocklist.record_step(self.ledger, resume_count, self._context.request)
         ended = asyncio.get_running_loop().time()
         return await self.results.summarize(
             seconds=ended - began,

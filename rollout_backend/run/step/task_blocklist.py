@@ -10,14 +10,14 @@ RUN/task-blocklist/DIGEST.json holds the consecutive losses of one task. Invaria
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_wrapper.contract import ContractError, blocklist_prefix
 from rollout_backend.core.ledger import Ledger, LedgerEntry
-from rollout_backend.core.manifest import payload_digest
+from rollout_backend.core.manifest import StepRequest, payload_digest
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import StoreError
 from rollout_backend.run.accounts.step_report import StepFailure, failures_of
@@ -36,6 +36,8 @@ class TaskLoss(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
+    name: str
+    """The step's name for people."""
     resume_count: int
     failures: tuple[StepFailure, ...]
 
@@ -86,16 +88,16 @@ class TaskBlocklist:
             return None
         last = record.losses[-1].failures[-1]
         return (
-            f"lost to the infrastructure {len(record.losses)} times in a row, last in step {record.losses[-1].step}: "
+            f"lost to the infrastructure {len(record.losses)} times in a row, last in step {record.losses[-1].name}: "
             f"{last.reason}: {last.message}; the record is s3://{self._store.config.bucket}/{self._key(digest)}"
         )
 
-    async def record_step(self, ledger: Ledger, resume_count: int, tasks: Iterable[Task]) -> None:
+    async def record_step(self, ledger: Ledger, resume_count: int, request: StepRequest) -> None:
         """Record which tasks were lost in a settled step. If S3 is too slow, a record is kept in memory only."""
         if self._after is None:
             return
         assert self._records is not None, "read first"
-        digests = {task.task_id: payload_digest(task) for task in tasks}
+        digests = {task.task_id: payload_digest(task) for task in request.tasks}
         entries: dict[str, list[LedgerEntry]] = {}
         for entry in ledger.entries.values():
             entries.setdefault(digests[entry.task_id], []).append(entry)
@@ -111,8 +113,8 @@ class TaskBlocklist:
                 continue
             lost = [each.rollout_id for each in found if each.lost]
             if lost and all(each.lost or each.reason == "group_doomed" for each in found):
-                loss = TaskLoss(step=ledger.step, resume_count=resume_count, failures=failures_of(ledger, lost))
-                task_id = found[0].task_id
+                failures, task_id = failures_of(ledger, lost), found[0].task_id
+                loss = TaskLoss(step=ledger.step, name=request.name, resume_count=resume_count, failures=failures)
                 changed.append(BlocklistRecord(digest=digest, task_id=task_id, losses=(*before, loss)))
         self._records |= {record.digest: record for record in changed}
         for record in changed:

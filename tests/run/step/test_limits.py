@@ -99,7 +99,8 @@ async def blocklist(bench) -> list:
 async def test_a_repeatedly_lost_task_is_no_longer_dispatched(open_bench):
     bench = await open_bench("group.block_task_after=2", "group.min_viable=1")
     for number in range(2):
-        result = await bench.run("a", "b", number=number, behave=only("b", Agents.lose))
+        named = {"trainer_name": f"{number} of verl"}
+        result = await bench.run("a", "b", number=number, behave=only("b", Agents.lose), **named)
         assert result.report.outcomes[Outcome.INFRA_ERROR] == 2
     restart(bench)
     result = await bench.run("b", "a", number=2)
@@ -114,6 +115,7 @@ async def test_a_repeatedly_lost_task_is_no_longer_dispatched(open_bench):
     assert (first["reason"], first["message"]) == ("agent_exception", "boom")
     assert first["session_id"]
     assert f"{digest}.json" in result.failures[0].message
+    assert "last in step 1 of verl: " in result.failures[0].message
 
 
 async def test_restarts_of_one_step_count_and_a_blocked_task_does_not_block_a_resume(open_bench):
