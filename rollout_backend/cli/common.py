@@ -97,7 +97,7 @@ NewestRun = Annotated[
 StepName = Annotated[
     str | None,
     typer.Option(
-        "--step", metavar="STEP", help="Only the step with this number; in a training by verl, verl's number."
+        "--step", metavar="STEP", help="Only the step with this number; in a training, the trainer's number."
     ),
 ]
 Overrides = Annotated[

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +25,7 @@ from rollout_backend.cli.common import (
 from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
+    from agent_wrapper.contract import Rollout
     from rollout_backend.run.accounts.step_report import StepResult
     from rollout_backend.training.service import TrainingData
 
@@ -55,7 +58,6 @@ async def train(
     from rollout_backend.core.check_result import raise_problems
     from rollout_backend.core.tasks import check_private
     from rollout_backend.manager import RolloutManager
-    from rollout_backend.run.accounts.summary import mean
     from rollout_backend.run.checks.preflight import check_tasks
     from rollout_backend.run.collect.store import ResultStore
     from rollout_backend.training.loop import TrainingLoop
@@ -67,31 +69,31 @@ async def train(
     if tasks is None or (config is None and stack is None):
         raise ConfigError("name the settings or --stack, and --tasks")
     settings = await load_settings(config, [*with_scorer(override, scorer), _ENGINE], stack)
-    section = settings.training_service
-    if section is None:
-        raise ConfigError("training_service is not set: set at least training_service.base_model")
     wanted = read_limited(tasks, None, settings.runtime)
     evaluated = read_limited(held_out, None, settings.runtime) if held_out is not None else ()
     for some in (wanted, evaluated):
         check_private(some, settings.scoring.enabled)
         raise_problems((await check_tasks(settings, some, leave_out=False))[1] if some else ())
-    TrainingLoop.check(settings, wanted, evaluated)
+    section = TrainingLoop.check(settings, wanted, evaluated)
+
+    def mean_reward(rollouts: Iterable[Rollout]) -> str:
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        return f"reward {fmean(rewards):.3f}" if rewards else "no reward"
 
     rollouts = section.tasks_per_step * settings.group.size
 
     def on_trained(number: int, result: StepResult, data: TrainingData, metrics: dict[str, float]) -> None:
-        rewards = [
-            rollout.reward for group in result.groups for rollout in group.rollouts if rollout.reward is not None
-        ]
+        rewarded = mean_reward(rollout for group in result.groups for rollout in group.rollouts)
         shown = "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
         output.status(
-            f"step {number} of {section.steps}: reward {mean(rewards) or 0:.3f}, {data.rollouts} rollouts and "
+            f"step {number} of {section.steps}: {rewarded}, {data.rollouts} rollouts and "
             f"{len(data.groups)} of {len(result.groups)} groups trained{shown}"
         )
 
     def on_evaluated(number: int, result: StepResult) -> None:
-        rewards = [rollout.reward for rollout in result.rollouts if rollout.reward is not None]
-        output.status(f"evaluation after step {number}: reward {mean(rewards) or 0:.3f} of {len(rewards)} rollouts")
+        output.status(
+            f"evaluation after step {number}: {mean_reward(result.rollouts)}, {len(result.rollouts)} rollouts"
+        )
 
     async with TinkerService(section) as service, SamplingServer(service, str(settings.model.path)) as server:
         serving = settings.serving.model_copy(update={"urls": (server.url,)})

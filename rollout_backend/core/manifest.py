@@ -50,7 +50,7 @@ class StepRequest:
 
     @property
     def name(self) -> str:
-        """Return the step's name for people."""
+        """Return the step's number as the trainer counts it, or else `step`."""
         return self.trainer_name or str(self.step)
 
 

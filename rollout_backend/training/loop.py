@@ -119,7 +119,7 @@ class TrainingLoop:
     def check(config: RolloutConfig, tasks: Sequence[Task], held_out: Sequence[Task]) -> TrainingServiceConfig:
         """Return the section `training_service`. Raises ConfigError if it does not fit the tasks."""
         if config.training_service is None:
-            raise ConfigError("training_service is not set: set its base_model, steps and tasks_per_step")
+            raise ConfigError("training_service is not set: set at least training_service.base_model")
         settings = config.training_service
         if settings.tasks_per_step > len(tasks):
             raise ConfigError(
@@ -128,6 +128,17 @@ class TrainingLoop:
             )
         if config.group.size < 2:
             raise ConfigError("group.size is 1, and advantages compare the rollouts of a task: set 2 or more")
+        for where, sampling in (("sampling", config.sampling), *((task.task_id, task.sampling) for task in tasks)):
+            if sampling and (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, -1):
+                raise ConfigError(
+                    f"{where}: a service's logprobs are those before temperature, top_p and top_k, so rollouts that "
+                    "are sampled with them cannot be trained: leave them out, except for held-out tasks"
+                )
+        if changed := config.gateway.agent_sampling_overrides & {"temperature", "top_p", "top_k"}:
+            raise ConfigError(
+                f"gateway.agent_sampling_overrides: leave out {', '.join(sorted(changed))}: a service's logprobs are "
+                "those before them"
+            )
         if (settings.evaluate_every is None) != (not held_out):
             raise ConfigError("training_service.evaluate_every and held-out tasks need each other: give both or none")
         return settings
@@ -160,7 +171,8 @@ class TrainingLoop:
         result = await self._rollouts.collect(
             self._tasks_of(number), step=batch_number(number, validate=False, position=0), weights=record.sampler
         )
-        data = training_data(result, self._config, self._settings)
+        # Thousands of rollouts take many seconds, in which the run's lease must be renewed.
+        data = await asyncio.to_thread(training_data, result, self._config, self._settings)
         metrics: dict[str, float] = {}
         saved = Checkpoint(record.state, record.sampler)
         if data.groups:
@@ -195,16 +207,14 @@ class TrainingLoop:
 
     def _tasks_of(self, number: int) -> list[Task]:
         """Return the tasks of a step, which follow from its number alone: an epoch has each task once."""
-        first = (number - 1) * self._settings.tasks_per_step
-        found: list[Task] = []
-        for place in range(first, first + self._settings.tasks_per_step):
-            epoch, index = divmod(place, len(self._tasks))
-            order = random.Random(f"{self._settings.seed}/{epoch}").sample(range(len(self._tasks)), len(self._tasks))  # noqa: S311
-            task = self._tasks[order[index]]
-            # A step that spans two epochs must not have a task twice.
-            if task not in found:
-                found.append(task)
-        return found
+        count, first = len(self._tasks), (number - 1) * self._settings.tasks_per_step
+        last = first + self._settings.tasks_per_step
+        drawn: list[int] = []
+        for epoch in range(first // count, (last - 1) // count + 1):
+            order = random.Random(f"{self._settings.seed}/{epoch}").sample(range(count), count)  # noqa: S311
+            drawn += order[max(0, first - epoch * count) : last - epoch * count]
+        # A step that spans two epochs must not have a task twice.
+        return [self._tasks[index] for index in dict.fromkeys(drawn)]
 
     async def _create(self) -> Checkpoint:
         self._loaded = ""

@@ -1,4 +1,4 @@
-"""Define a training service, and convert the result of a step into what it trains on.
+"""Define what a training service does, and turn a step's result into its training data.
 
 Invariants:
 
@@ -120,7 +120,7 @@ class TrainingService(Protocol):
     """
 
     async def begin(self, state: str | None) -> None:
-        """Create a model: a new one, or one with the weights and the optimizer of a saved state."""
+        """Create a model, with new weights or with the weights and the optimizer of a saved state."""
         ...
 
     async def train(self, batches: Sequence[Sequence[Datum]]) -> dict[str, float]:

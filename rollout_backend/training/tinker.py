@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NewType, Self
 
 from rollout_backend.config.training_service import TrainingServiceConfig
@@ -109,7 +111,7 @@ class TinkerService:
             # The service runs calls in the order in which they were sent, so none waits for the answer to another.
             sent = []
             for batch in batches:
-                data = [_tinker_datum(datum) for datum in batch]
+                data = await asyncio.to_thread(lambda: [_tinker_datum(datum) for datum in batch])  # noqa: B023
                 sent += [
                     self._model.forward_backward(data, settings.loss, settings.loss_options or None),
                     self._model.optim_step(adam),
@@ -174,13 +176,23 @@ class TinkerService:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Return what a call of the SDK, which may block, makes. Newer versions return a future of it."""
+    """Return the result of a call of the SDK, or of the future that newer versions return.
 
-    def made() -> Any:
-        found = call()
-        return found.result() if hasattr(found, "result") else found
+    The call may block for as long as the service is silent. Then nothing waits for its thread, not even the end of
+    the process.
+    """
+    future: Future[Any] = Future()
 
-    return await asyncio.to_thread(made)
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            found = call()
+            future.set_result(found.result() if hasattr(found, "result") else found)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="training-service", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def _text(error: Exception) -> str:

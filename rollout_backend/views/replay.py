@@ -40,7 +40,7 @@ class ReplayedStep:
 
     step: int
     name: str
-    """Its number, or for verl that of the global step."""
+    """Its number as the trainer counts it, or else that of its files."""
     rollouts: tuple[Rollout, ...]
     """The rollouts, in the order in which the trainer received them."""
     failures: dict[str, str]

@@ -33,7 +33,7 @@ class StepData:
     archive: RunArchive = field(repr=False)
     step: int
     name: str
-    """Its number, or for verl that of the global step."""
+    """Its number as the trainer counts it, such as `15` or `15 validation`, or else that of its files."""
     validates: bool
     summary: StepSummary
     overview: StepOverview
@@ -111,7 +111,7 @@ def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunD
         ConfigError: the folder holds no step, or a file of another version.
     """
     archive, found = RunArchive(run_dir), dict[int, StepData]()
-    running, by_verl, state = archive.running_steps(), _is_by_verl(archive), run_state(archive)
+    running, is_training, state = archive.running_steps(), _is_training(archive), run_state(archive)
     for step in sorted({*archive.steps(), *running}, key=order_of):
         before = (known or {}).get(step)
         # A file is missing if a running step has just ended without a record.
@@ -119,7 +119,7 @@ def read_run(run_dir: Path, known: Mapping[int, StepData] | None = None) -> RunD
             if before is not None and step not in running and before.changed_at == archive.changed_at(step):
                 found[step] = before
             else:
-                found[step] = _read_step(archive, step, by_verl, running.get(step), state)
+                found[step] = _read_step(archive, step, is_training, running.get(step), state)
     if not found:
         raise ConfigError(f"{run_dir} holds no records of a step: steps/*.rollouts.jsonl")
     shown = describe_state(state, archive.info_renewed_at()) if state not in ("running", "ended", None) else ""
@@ -136,25 +136,25 @@ def read_steps(run_dir: Path, only: Sequence[int] | None = None) -> Iterator[Ste
     steps = archive.steps()
     if not steps:
         raise ConfigError(f"{run_dir} holds no records of a step: steps/*.rollouts.jsonl")
-    by_verl = _is_by_verl(archive)
+    is_training = _is_training(archive)
     for step in steps if only is None else only:
-        yield _read_step(archive, step, by_verl)
+        yield _read_step(archive, step, is_training)
 
 
 def training_steps(archive: RunArchive) -> list[int]:
     """Return the numbers of the recorded training steps. If only validations are recorded, return theirs."""
-    steps, by_verl = archive.steps(), _is_by_verl(archive)
-    return [step for step in steps if not (by_verl and validates(step))] or steps
+    steps, is_training = archive.steps(), _is_training(archive)
+    return [step for step in steps if not (is_training and validates(step))] or steps
 
 
 def step_namer(archive: RunArchive) -> Callable[[int], str]:
-    """Return the function that names a run's steps for people: by verl's global step if verl started the run."""
-    return (lambda step: describe_batch(step)[0]) if _is_by_verl(archive) else str
+    """Return the function that names a run's steps: in a training as the trainer counts them."""
+    return (lambda step: describe_batch(step)[0]) if _is_training(archive) else str
 
 
 def name_steps(archive: RunArchive, steps: Sequence[int]) -> str:
     """Return the names of the first and the last of these steps, such as `steps 1 to 15`."""
-    names = [step_namer(archive)(step) for step in (*steps[:1], *steps[1:][-1:])]
+    names = list(map(step_namer(archive), (*steps[:1], *steps[1:][-1:])))
     return f"step{'s' * (len(names) > 1)} {' to '.join(names)}" if names else "no step"
 
 
@@ -213,7 +213,7 @@ def describe_state(state: str, seen_at: float) -> str:
     return f"silent since {datetime.fromtimestamp(seen_at, UTC):%Y-%m-%d %H:%M} UTC" if state == "silent" else state
 
 
-def _is_by_verl(archive: RunArchive) -> bool:
+def _is_training(archive: RunArchive) -> bool:
     start = last_start(archive)
     return start is not None and start.by in TRAINERS
 
@@ -230,12 +230,12 @@ def reading(archive: RunArchive, step: int) -> Iterator[None]:
 def _read_step(
     archive: RunArchive,
     step: int,
-    by_verl: bool,
+    is_training: bool,
     written_at: float | None = None,
     state: RunState | None = None,
 ) -> StepData:
     """Read a step. `written_at`: when a running step's records were written; None for a step that has ended."""
-    name, is_validation = describe_batch(step) if by_verl else (str(step), False)
+    name, is_validation = describe_batch(step) if is_training else (str(step), False)
     with reading(archive, step):
         if written_at is not None:
             # FileNotFoundError: the step has ended, so its records are now complete.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_wrapper.contract import Outcome, Segment
+from agent_wrapper.contract import Outcome, Sampling, Segment
 from agent_wrapper.contract.keys import training_key
 from memory_store import MemoryStore
 from rollout_backend.config import RolloutConfig
@@ -330,6 +332,54 @@ async def test_settings_that_the_service_refuses_are_named(
     with pytest.raises(ConfigError, match=message):
         await train(world, settings(emulator.url, **changes))
     assert changes == {"loss": "cispo"} or not world.sampled
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"sampling": {"temperature": 0.7}}, "sampling: a service's logprobs are those before temperature"),
+        ({"sampling": {"top_k": 20}}, "sampling: a service's logprobs are those before temperature"),
+        ({"gateway": {"agent_sampling_overrides": ["top_p"]}}, "agent_sampling_overrides: leave out top_p:"),
+    ],
+)
+def test_sampling_that_a_service_has_no_logprobs_for_is_refused(section: dict[str, Any], message: str) -> None:
+    config = settings("http://service", evaluate_every=1)
+    changed = RolloutConfig.parse({**config.model_dump(mode="json", exclude_unset=True), **section})
+    greedy = Task(task_id="greedy", payload={}, sampling=Sampling(temperature=0.0))
+    with pytest.raises(ConfigError, match=message):
+        TrainingLoop.check(changed, TASKS, [greedy])
+    with pytest.raises(ConfigError, match="greedy: a service's logprobs"):
+        TrainingLoop.check(config, [*TASKS, greedy], TASKS)
+    assert TrainingLoop.check(config, TASKS, [greedy]) == config.training_service
+
+
+def test_each_epoch_has_each_task_once_and_no_step_has_a_task_twice() -> None:
+    tasks = [Task(task_id=f"task-{number}", payload={}) for number in range(5)]
+    rest: Any = (None, None, MemoryStore(""), tasks)
+    drawn = TrainingLoop(settings("http://service", tasks_per_step=2), *rest)._tasks_of
+    steps = [[task.task_id for task in drawn(number)] for number in range(1, 6)]
+    assert all(len({*step}) == len(step) for step in steps)
+    assert {task for step in steps[:2] for task in step} | {steps[2][0]} == {task.task_id for task in tasks}
+    assert {task for step in steps[2:] for task in step} == {task.task_id for task in tasks}
+    whole = TrainingLoop(settings("http://service", tasks_per_step=5), *rest)._tasks_of
+    assert [task.task_id for task in whole(1)][:4] == [*steps[0], *steps[1]]
+    assert {task.task_id for task in whole(7)} == {task.task_id for task in tasks}
+
+
+def test_a_call_that_never_ends_does_not_hold_up_the_process() -> None:
+    code = (
+        "import asyncio, threading\n"
+        "from rollout_backend.training.tinker import _in_thread\n"
+        "async def main():\n"
+        "    async with asyncio.timeout(0.1):\n"
+        "        await _in_thread(threading.Event().wait)\n"
+        "try:\n"
+        "    asyncio.run(main())\n"
+        "except TimeoutError:\n"
+        "    print('ended')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout == "ended\n"
 
 
 async def test_a_wrong_key_is_refused(emulator: TinkerEmulator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,10 +104,17 @@ async def test_a_call_that_waits_at_the_service_is_not_lost(server: SamplingServ
     assert len(emulator.samples) == 1
 
 
+async def test_a_call_with_the_prompt_of_a_probe_is_sampled(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    for params in ({"max_new_tokens": 1, "temperature": 1.0}, {"max_new_tokens": 2, "temperature": 0}):
+        status, reply = await generate(server, input_ids=[0], sampling_params=params)
+        assert (status, reply["output_ids"]) == (200, list(emulator.samples[-1].tokens))
+    assert len(emulator.samples) == 2
+
+
 async def test_probes_sample_nothing_and_log_nothing(
     server: SamplingServer, emulator: TinkerEmulator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    status, _ = await generate(server, input_ids=[0])
+    status, _ = await generate(server, input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0})
     assert (status, emulator.samples) == (200, [])
     host, port = server.url.removeprefix("http://").split(":")
     with caplog.at_level(logging.DEBUG, "rollout_backend"):

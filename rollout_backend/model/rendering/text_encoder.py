@@ -140,7 +140,7 @@ class TextEncoder:
         return parts
 
     def _new(self, text: str) -> _Ids:
-        # This computes no offsets, and releases the GIL.
+        # A batch is encoded without offsets and without the GIL.
         return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def is_exact(self) -> bool:

@@ -37,7 +37,7 @@ class TaskLoss(BaseModel):
 
     step: int
     name: str
-    """The step's name for people."""
+    """The step's number as the trainer counts it."""
     resume_count: int
     failures: tuple[StepFailure, ...]
 

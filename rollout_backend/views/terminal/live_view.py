@@ -134,7 +134,8 @@ class Snapshot:
 
     @property
     def left_s(self) -> float | None:
-        """Estimate the time left from the pace so far, up to the step's time limit; None before a tenth has ended.
+        """Estimate the time left from the pace so far, up to the step's time limit; None until a tenth of the
+        rollouts has ended.
 
         Rollouts start together, so the pace of the first ones is far below that of the others."""
         progress, elapsed = self.progress, self.phases.get(RunPhase.ROLLOUTS, 0.0)

@@ -34,7 +34,7 @@ class TurnView:
     turn_number: int
     """Index in its segment."""
     step: str
-    """The step's name for people."""
+    """The step's number as the trainer counts it."""
     show: str = ""
 
     @classmethod

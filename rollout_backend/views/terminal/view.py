@@ -117,7 +117,7 @@ class TaskView:
     run_id: str
     step: int
     name: str
-    """The step's name for people."""
+    """The step's number as the trainer counts it."""
     task_id: str
     payload: object
     """None if the run directory does not contain it."""

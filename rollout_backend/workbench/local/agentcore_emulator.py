@@ -149,7 +149,7 @@ class AgentCoreEmulator:
         assert definition is not None
         more, artifact = dict(definition.get("environmentVariables", {})), definition["agentRuntimeArtifact"]
         if definition.get("platformVersion") == "V2":
-            more[SNAPSHOT] = "1"
+            more[SNAPSHOT] = "2"
         if code := artifact.get("codeConfiguration"):
             command = self._code.command(await self._code.install(code))
             spawner: Spawner = CommandSpawner(command, {**self._code.env, **more})

@@ -50,8 +50,8 @@ DEFERRED = {
 SNAPSHOT = "ROLLOUT_LOCAL_SNAPSHOT"
 """Environment variable with which sessions start as if they woke from a snapshot, as on platform V2.
 
-They have its state of `random` and numpy, and its time until their clock is set."""
-_SNAPSHOT_AGE_S, _CLOCK_SET_S = 3600.0, 2.0
+They have its state of `random` and numpy, and for this many seconds its time."""
+_SNAPSHOT_AGE_S = 3600.0
 _REPORT_S = 30.0
 """Seconds for which the first session reports its imports."""
 _REPORT_INTERVAL_S = 0.2
@@ -177,7 +177,7 @@ def _start_session(log: str, drawn: tuple[Any, ...] | None) -> None:
 
 def _keep_time_of_snapshot() -> None:
     """Let `time.time` return the snapshot's time at first. Signatures of AWS's clients have the right time."""
-    right, set_at = time.time, time.monotonic() + _CLOCK_SET_S
+    right, set_at = time.time, time.monotonic() + float(os.environ[SNAPSHOT])
     time.time = lambda: right() - (_SNAPSHOT_AGE_S if time.monotonic() < set_at else 0.0)
 
 

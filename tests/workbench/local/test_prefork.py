@@ -86,24 +86,18 @@ def test_sessions_from_a_snapshot_draw_the_same_at_their_start(agent, tmp_path):
     assert one == other
 
 
-def test_a_session_from_a_snapshot_has_its_time_until_the_clock_is_set(tmp_path):
+@pytest.mark.parametrize(("set_after_s", "hours_late"), [("0", 0), ("600", 1)])
+def test_a_session_from_a_snapshot_has_its_time_until_the_clock_is_set(tmp_path, set_after_s, hours_late):
     agent = tmp_path / "agent.py"
-    agent.write_text(
-        "import time\n"
-        "def late():\n"
-        "    return round(time.clock_gettime(time.CLOCK_REALTIME) - time.time(), -2)\n"
-        "print(late(), flush=True)\n"
-        "while late():\n"
-        "    time.sleep(0.05)\n"
-    )
-    with started(tmp_path, **{prefork.SNAPSHOT: "1"}) as process:
+    agent.write_text("import time\nprint(round((time.clock_gettime(time.CLOCK_REALTIME) - time.time()) / 3600))")
+    with started(tmp_path, **{prefork.SNAPSHOT: set_after_s}) as process:
         send(process, {"script": str(agent), "preload": []})
         assert json.loads(process.stdout.readline()) == {"ready": True}
         send(process, {"id": "a", "env": {}, "log": str(tmp_path / "a.log")})
         said = [json.loads(process.stdout.readline()) for _ in range(2)]
         process.stdin.close()
     assert said[1]["code"] == 0
-    assert (tmp_path / "a.log").read_text() == "3600.0\n"
+    assert (tmp_path / "a.log").read_text() == f"{hours_late}\n"
 
 
 def test_late_imports_of_the_first_session_are_preloaded_for_later_sessions(tmp_path):
