@@ -29,7 +29,7 @@ def named_payload_of(row: Mapping[str, Any], **more: bool) -> dict[str, Any]:
 def spied(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[str], **more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    advantages, returns = advantage.grpo_skip_missing(token_level_rewards, response_mask, index, **more)
+    advantages, returns = advantage.ESTIMATORS["grpo_skip_missing"](token_level_rewards, response_mask, index, **more)
     rows = [
         {
             "group": GROUPS.get(str(uid).partition("_")[0]),  # none for verl's padding
