@@ -44,7 +44,7 @@ class CpuEngine(NamedTuple):
         """The engine's version, which `requirements` pins."""
         pin = f"{self.distribution}=="
         lines = self.requirements.read_text().splitlines()
-        return next(line.removeprefix(pin) for line in lines if line.startswith(pin))
+        return next(line.removeprefix(pin).split()[0] for line in lines if line.startswith(pin))
 
 
 CPU_ENGINES: dict[EngineName, CpuEngine] = {
@@ -118,8 +118,8 @@ def install_cpu_engine(
         shutil.rmtree(folder, ignore_errors=True)
         _run("making the environment", [sys.executable, "-m", "venv", str(folder)])
         python = str(engine_python(cache, engine))
-        uv = [find_uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", "-r", str(kind.requirements)]
-        _run(f"installing {kind.title}", uv)
+        uv = [find_uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", "--require-hashes"]
+        _run(f"installing {kind.title}", [*uv, "-r", str(kind.requirements)])
         # pip takes a CPU build of torch from a local folder or a second index that its settings name. torch comes
         # last, because the packages that it needs are then installed with their pins.
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

