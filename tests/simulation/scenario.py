@@ -53,6 +53,8 @@ def _tasks(draw: Random, planned: int | None, size: int, step: int) -> list[Task
 def _config(draw: Random, planned: int | None, situation: Situation) -> RolloutConfig:
     size = draw.randint(1, 3) if planned is None else draw.choice([4, 8])
     policy = draw.choice(["strict", "min_viable", "replace"])
+    # Before the first result of a large step, three of its invokes can fail in each life of the run.
+    most_failures = [None, 20, 3 if planned is None else 20]
     settings: dict[str, Any] = {
         "run_id": "simulated",
         "model": {"path": Path("model")},
@@ -76,7 +78,7 @@ def _config(draw: Random, planned: int | None, situation: Situation) -> RolloutC
             "block_task_after": draw.choice([None, 1, 1, 2]),
             **situation.group,
         },
-        "circuit_breaker": {"max_failures": draw.choice([None, 20, 3]), "min_span_s": draw.choice([0.0, 0.0, 30.0])},
+        "circuit_breaker": {"max_failures": draw.choice(most_failures), "min_span_s": draw.choice([0.0, 0.0, 30.0])},
         "collect": {"list_after_idle_s": 10, "list_interval_s": 1 if situation.protocol == "rollout" else 20},
         "scoring": {"retry_s": 20 if policy == "replace" else 600},
         "timeouts": {
