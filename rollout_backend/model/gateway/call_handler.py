@@ -30,7 +30,7 @@ from rollout_backend.model.gateway.call_traces import CallTraces
 from rollout_backend.model.gateway.cpu_shares import charge_to
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.model.gateway.session_share import SessionShare, is_brief, too_large
+from rollout_backend.model.gateway.session_share import SessionShare, too_large
 from rollout_backend.model.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.model.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.model.gateway.stats import GatewayStats
@@ -137,10 +137,10 @@ class CallHandler:
         share = session.share
         with share.request(), contextlib.ExitStack() as open_request:
             await share.turn(open_request)
-            async with self._body(request, share) as body:
-                call = await share.parse(body, dialect.parse_count, body)
+            async with self._body(request, share) as (body, brief):
+                call = await share.cpu.run(dialect.parse_count, body, brief=brief, tokenizes=False)
             self.check_model(call.model)
-            tokens = await self._executor.count(session, call, brief=is_brief(body))
+            tokens = await self._executor.count(session, call, brief=brief)
         return JSONResponse(dialect.count_body(tokens))
 
     async def call(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
@@ -179,8 +179,10 @@ class CallHandler:
     ) -> tuple[ModelCall, InFlightCall | None]:
         """Read a call, and start it or find the call in flight that it retries; None if it samples nothing."""
         share = session.share
-        async with self._body(request, share) as body:
-            key, call = await share.parse(body, self._parse, session, dialect, body, request.headers)
+        async with self._body(request, share) as (body, brief):
+            key, call = await share.cpu.run(
+                self._parse, session, dialect, body, request.headers, brief=brief, tokenizes=False
+            )
             self._registry.check_open(session)
             if call.max_new_tokens == 0:
                 return call, None
@@ -191,14 +193,14 @@ class CallHandler:
             running = InFlightCall(
                 call,
                 key,
-                brief=is_brief(body),
+                brief=brief,
                 left_out=_is_left_out(call, request.headers, self._settings.leave_out),
             )
             self._start(session, running, request.headers.get("traceparent", ""))
             session.retries.add(running)
             return call, running
 
-    def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[bytes]:
+    def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[tuple[bytes, bool]]:
         return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
 
     def _parse(

@@ -15,17 +15,17 @@ import httpx
 import pytest
 import uvicorn
 import zstandard
-from starlette.requests import Request
 
 from agent_wrapper import RolloutApp
 from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.base.waiting_connections import WaitingConnections
 from rollout_backend.core.model_call import ApiError
+from rollout_backend.model.gateway import session_share
 from rollout_backend.model.gateway.__main__ import server_options
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, bounded_protocol
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
-from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, decompress
+from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, decompress, is_brief
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000
@@ -315,13 +315,31 @@ def test_a_session_that_is_sealed_while_a_body_is_read_makes_no_call(play, conne
     assert gateway.engine.requests == []
 
 
-async def test_a_large_body_is_parsed_in_a_thread():
-    async def receive() -> dict:
-        return {"type": "http.request", "body": b"{" * 1000, "more_body": False}
+@pytest.mark.parametrize(
+    ("body", "brief"),
+    [
+        (b"64 bases of 64", True),
+        (rb"caf\u00e9", True),
+        (b"data:image/png;base64,iVBO", False),
+        (b"data:image/png;BaSe64,iVBO", False),
+        (rb"b\u0061se64", False),
+        (b"{" * 1000, False),
+        (b"x" * 200_000, False),
+    ],
+)
+def test_images_and_large_bodies_are_not_parsed_on_the_event_loop(body, brief):
+    assert is_brief(body) is brief
 
-    share = SessionShare()
-    async with share.body(Request({"type": "http", "headers": []}, receive), 10_000, 60, ValueError) as body:
-        assert await share.parse(body, threading.get_ident) != threading.get_ident()
+
+@pytest.mark.parametrize("size", [1, 300_000], ids=["brief", "large"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
+def test_the_body_of_a_request_is_searched_for_images_once(play, monkeypatch, path, size):
+    searched = []
+    monkeypatch.setattr(session_share, "is_brief", lambda body: searched.append(body) or is_brief(body))
+    gateway = play(["5"])
+    body = {**CALL, "messages": [user("2 + 3?")], "metadata": {"a": "x" * size}}
+    httpx.post(gateway.url + path, json=body, headers=gateway.headers(), timeout=60).raise_for_status()
+    assert len(searched) == (size == 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
