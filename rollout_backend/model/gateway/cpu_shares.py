@@ -38,30 +38,34 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, name)
         self._numbers = itertools.count()
         self._jobs: list[tuple[float, int, Future[Any], Callable[[], Any]]] = []
-        self._unfinished: set[Future[Any]] = set()
+        # Only the event loop writes the first, and only the thread the second.
+        self._submitted = self._finished = 0
 
     @property
     def is_busy(self) -> bool:
-        if self._unfinished:
-            self._unfinished = {job for job in self._unfinished if not job.done()}
-        return bool(self._unfinished)
+        return self._submitted != self._finished
 
     def submit(self, used_s: float, function: Callable[[], _T]) -> Future[_T]:
         job: Future[_T] = Future()
-        self._unfinished.add(job)
+        self._submitted += 1
         heapq.heappush(self._jobs, (used_s, next(self._numbers), job, function))
         self._thread.submit(self._run_next).add_done_callback(report_failure("a session's CPU work"))
         return job
 
     def _run_next(self) -> None:
         *_, job, function = heapq.heappop(self._jobs)
-        if not job.set_running_or_notify_cancel():
-            return
-        try:
-            result = function()
-        except BaseException as error:
+        cancelled = not job.set_running_or_notify_cancel()
+        error: BaseException | None = None
+        if not cancelled:
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+        # The thread is free before the event loop hears of the result.
+        self._finished += 1
+        if error is not None:
             job.set_exception(error)
-        else:
+        elif not cancelled:
             job.set_result(result)
 
     def close(self) -> None:

@@ -1,14 +1,16 @@
 """How sessions share the CPU time of a gateway. The time that passes is virtual, and so is what work costs."""
 
 import asyncio
+import sys
 import threading
+from concurrent.futures import wait
 from itertools import count
 
 import pytest
 
 from builders import Clock
 from rollout_backend.model.gateway import cpu_shares
-from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares, charge_to, charged_task
+from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares, Worker, charge_to, charged_task
 
 SESSIONS = 64
 
@@ -153,3 +155,39 @@ async def test_work_that_has_not_begun_is_not_done_for_a_caller_that_left(clock)
     await one.run(done.append, "one")
     assert done == ["other", "one"]
     shares.close()
+
+
+def test_asking_whether_a_thread_is_busy_costs_the_same_however_many_units_wait():
+    def calls_while_asking(waiting: int) -> int:
+        worker, go, called = Worker("test"), threading.Event(), []
+        jobs = [worker.submit(0.0, lambda: go.wait(60)) for _ in range(waiting)]
+        sys.setprofile(lambda *event: called.append(event))
+        try:
+            busy = worker.is_busy
+        finally:
+            sys.setprofile(None)
+        go.set()
+        wait(jobs, 60)
+        worker.close()
+        assert busy
+        return len(called)
+
+    assert calls_while_asking(1000) == calls_while_asking(1)
+
+
+def test_a_thread_is_free_once_its_units_have_ended_failed_or_been_cancelled():
+    worker, go = Worker("test"), threading.Event()
+    running = worker.submit(0.0, lambda: go.wait(60))
+    failing, cancelled = worker.submit(0.0, lambda: 1 / 0), worker.submit(0.0, lambda: None)
+    # A callback runs in the thread, before it does anything else.
+    busy_after: list[bool] = []
+    failing.add_done_callback(lambda _: busy_after.append(worker.is_busy))
+    assert cancelled.cancel()
+    assert worker.is_busy
+    go.set()
+    assert running.result(60)
+    assert isinstance(failing.exception(60), ZeroDivisionError)
+    last = worker.submit(0.0, lambda: None)
+    last.result(60)
+    assert (busy_after, worker.is_busy) == ([True], False)
+    worker.close()
