@@ -8,7 +8,7 @@ The exception is a message with several text parts, which dialects may join diff
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rollout_backend.core.images import Image
 
@@ -68,6 +68,10 @@ class ModelCall:
     """Names of ignored fields, which concern only the provider or which the template does not render."""
     dialect_data: Any = None
     """Private data that the dialect needs to write the response."""
+
+    def without_question(self) -> Self:
+        """Return the call without its messages, images and tools, which the next call of its conversation repeats."""
+        return replace(self, messages=(), prompt=None, images={}, tools=None, json_schema=None, stop=())
 
     @property
     def offers_tools(self) -> bool:

@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -163,8 +162,8 @@ class CallHandler:
                 nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
                 answer = Answer(uuid4().hex, int(time.time()), self._model_name, (nothing,), tokens)
                 return JSONResponse(dialect.body(call, answer))
-            # A client may read its answer slowly, so the messages are dropped before.
-            call = replace(call, messages=())
+            # A client may read its answer slowly, so the question is dropped before.
+            call = call.without_question()
             try:
                 response = await self._respond(request, dialect, session, call, running)
             except ApiError as error:

@@ -21,7 +21,7 @@ delivered, so only requests that declare themselves retries get them.
 Invariants:
 
 - Every listener gets all deltas from the beginning. A call without listeners is aborted.
-- An answered call keeps its answer but not its messages, because each call repeats all messages before it.
+- An answered call keeps its answer but not its question, because each call repeats all messages before it.
 - A session remembers at most its `MAX_ANSWERS` latest answered calls.
 """
 
@@ -178,7 +178,7 @@ class InFlightCall:
         return self.aborted
 
     def _ended(self, task: asyncio.Future[Answer]) -> None:
-        self.call = replace(self.call, messages=())
+        self.call = replace(self.call.without_question(), dialect_data=None)
         if not task.cancelled():
             # Mark the exception as retrieved, in case there is no listener.
             task.exception()
