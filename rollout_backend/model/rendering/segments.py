@@ -103,9 +103,12 @@ class _Open:
     """Number of messages after each turn."""
     images: list[ImageSpan] = field(default_factory=list)
     experts: bytearray = field(default_factory=bytearray)
+    hasher: hashlib.blake2b = field(default_factory=lambda: _digest())
+    """Has read all `ids`."""
 
     def append(self, ids: IntArray, kind: int, logprobs: FloatArray) -> None:
         self.ids.extend(ids)
+        self.hasher.update(ids)
         self.response_mask.extend(_KINDS[kind] * len(ids))
         self.logprobs.extend(logprobs)
 
@@ -263,6 +266,7 @@ class SegmentRecorder:
         self._forget(place.segment)
         for each in (segment.ids, segment.response_mask, segment.logprobs):
             del each[place.before :]
+        segment.hasher = _digest(segment.ids)
         segment.turns.pop()
         segment.message_counts.pop()
         segment.messages = segment.messages[: segment.message_counts[-1] if segment.message_counts else 0]
@@ -292,6 +296,7 @@ class SegmentRecorder:
         segment.turns[-1] = replace(turn, end=end, finish_reason="stop", weight_versions=versions)
         for each in (segment.ids, segment.response_mask, segment.logprobs):
             del each[end:]
+        segment.hasher = _digest(segment.ids)
         if self._experts is not None:
             del segment.experts[row_bytes(self._experts) * (end - 1) :]
         self._remember(index)
@@ -332,18 +337,18 @@ class SegmentRecorder:
 
     def _remember(self, index: int) -> None:
         """Add a segment to the index of tokens."""
-        ids = self._segments[index].ids
+        ids, key = self._segments[index].ids, self._segments[index].hasher.digest()
         self._tokens += len(ids)
         if len(ids) not in self._by_tokens:
             self._by_tokens[len(ids)] = {}
             bisect.insort(self._lengths, len(ids))
-        bisect.insort(self._by_tokens[len(ids)].setdefault(_digest(ids).digest(), []), index)
+        bisect.insort(self._by_tokens[len(ids)].setdefault(key, []), index)
 
     def _forget(self, index: int) -> None:
         """Remove a segment from the index of tokens, before its tokens change."""
-        ids = self._segments[index].ids
+        ids, key = self._segments[index].ids, self._segments[index].hasher.digest()
         self._tokens -= len(ids)
-        same_length, key = self._by_tokens[len(ids)], _digest(ids).digest()
+        same_length = self._by_tokens[len(ids)]
         same_length[key].remove(index)
         if not same_length[key]:
             del same_length[key]

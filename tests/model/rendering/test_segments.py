@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_wrapper.contract import ImageSpan, Trajectory, VersionSpan
+from rollout_backend.model.rendering import segments
 from rollout_backend.model.rendering.segments import Completion, SegmentRecorder
 
 
@@ -31,6 +32,31 @@ def test_a_turn_that_extends_a_segment_is_appended():
     assert segment.split_reason == "first_call"
     assert trajectory.prompt_ids(place).tolist() == [1, 2, 3, 4, 5]
     assert trajectory.completion_ids(place).tolist() == [6]
+
+
+def test_a_turn_digests_its_prompt_once(monkeypatch):
+    digested, make = [], segments._digest
+
+    class Counted:
+        def __init__(self, ids=b""):
+            self._hasher = make()
+            self.update(ids)
+
+        def update(self, ids):
+            digested.append(memoryview(ids).nbytes)
+            self._hasher.update(ids)
+
+        def digest(self):
+            return self._hasher.digest()
+
+    monkeypatch.setattr(segments, "_digest", Counted)
+    trajectory, prompt, prompts = SegmentRecorder(), [1], 0
+    for _ in range(40):
+        prompt += [2] * 100
+        prompts += len(prompt)
+        assert add(trajectory, prompt, [3]).segment == 0
+        prompt.append(3)
+    assert sum(digested) <= prompts * array("i").itemsize + 2 * len(prompt) * array("i").itemsize
 
 
 def test_a_turn_with_other_images_opens_a_segment():
