@@ -1,17 +1,19 @@
 """Read tasks and task files. A task is one prompt; a step runs a group of rollouts of each task.
 
 A task file is JSONL or Parquet. Each line or row has `payload`, an object that the agent receives unchanged, and
-optionally `task_id` and `private`, an object that only the training side's scorer receives. A file with an invalid
-line, or with a payload that cannot reach an agent, is refused before anything starts, and the error names the line.
-Instead of a file, `harbor:FOLDER` names a folder of Harbor tasks; `harbor-supported:FOLDER` leaves out tasks that
-cannot run.
+optionally `task_id`, `priority`, and `private`, an object that only the training side's scorer receives. A file with
+an invalid line, or with a payload that cannot reach an agent, is refused before anything starts, and the error names
+the line. Instead of a file, `harbor:FOLDER` names a folder of Harbor tasks; `harbor-supported:FOLDER` leaves out
+tasks that cannot run.
 """
 
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ class Task:
     """Default: `group.size`."""
     sampling: Sampling | None = None
     """Default: the configured sampling."""
+    priority: int = 0
+    """Rollouts of tasks with a higher priority start first, of all that wait in the run."""
     private: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +54,8 @@ class Task:
             )
         if self.rollouts is not None and not (isinstance(self.rollouts, int) and self.rollouts >= 1):
             raise TaskFileError(f"task {self.task_id!r} has rollouts={self.rollouts!r}: it must be an int from 1 on")
+        if type(self.priority) is not int:
+            raise TaskFileError(f"task {self.task_id!r} has priority={self.priority!r}: it must be an int")
         if REQUEST_FIELD in self.payload:
             raise TaskFileError(f"the payload of task {self.task_id!r} must not have a field {REQUEST_FIELD!r}")
         try:
@@ -69,8 +75,9 @@ class Task:
 
     def as_row(self) -> dict[str, Any]:
         """Return the task as a row of a task file."""
-        private = {} if self.private is None else {"private": dict(self.private)}
-        return {"task_id": self.task_id, "payload": dict(self.payload), **private}
+        more = {"private": self.private and dict(self.private), "priority": self.priority or None}
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"task_id": self.task_id, "payload": dict(self.payload), **given}
 
 
 def planned_rollouts(tasks: Iterable[Task], group: GroupConfig) -> int:
@@ -178,7 +185,7 @@ def read_rows(path: str | Path, runtime: RuntimeConfig | None = None) -> Iterato
 def _task(row: object, default_id: str) -> Task:
     if not isinstance(row, dict):
         raise TaskFileError("must be an object with a payload")
-    unknown = set(row) - {"task_id", "payload", "private"}
+    unknown = set(row) - {"task_id", "payload", "private", "priority"}
     if unknown:
         raise TaskFileError(
             f"unknown field {sorted(unknown)[0]!r}; what the agent needs goes inside payload, what only "
@@ -193,7 +200,20 @@ def _task(row: object, default_id: str) -> Task:
     private = row.get("private")
     if not isinstance(private, dict | None):
         raise TaskFileError("private is not an object")
-    return Task(task_id if task_id is not None else default_id, payload, private=private)
+    return Task(task_id if task_id is not None else default_id, payload, priority=priority_of(row), private=private)
+
+
+def priority_of(row: Mapping[str, Any]) -> int:
+    """Return the priority of a task's row, which is 0 without the column. Raises TaskFileError."""
+    value = row.get("priority")
+    # Pandas writes integers next to a null as floats, and the null as NaN.
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return 0
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TaskFileError(f"priority is {value!r}, and must be a whole number; a higher one starts first")
+    return int(value)
 
 
 def read_json(text: str) -> Any:

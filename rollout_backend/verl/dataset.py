@@ -6,8 +6,8 @@
 
 `PayloadDataset` reads files whose rows have a `payload`: an object or its JSON text, which the agent gets unchanged.
 In parquet, prefer the text: a struct column has the fields of all rows, and null where a row lacks one. A row may
-have a `task_id`, a `private` part for a scorer, and other columns for verl, such as `data_source`, by which verl
-groups its validation metrics (default: the file's name). A `prompt` column is not needed.
+have a `task_id`, a `priority`, a `private` part for a scorer, and other columns for verl, such as `data_source`, by
+which verl groups its validation metrics (default: the file's name). A `prompt` column is not needed.
 
 verl's own dataset works without a `payload`, too. `payload_of` describes what the agent gets in that case.
 
@@ -30,7 +30,7 @@ from torch.utils.data import Dataset
 
 from agent_wrapper.contract.codec import MAX_DEPTH
 from rollout_backend.base.names import derived_name
-from rollout_backend.core.tasks import MAX_TASK_ID, Task, read_json, read_rows
+from rollout_backend.core.tasks import MAX_TASK_ID, Task, priority_of, read_json, read_rows
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl import early_checks
 
@@ -139,7 +139,7 @@ def _own_rows(path: Path, prompt_key: str) -> Iterator[tuple[str, object]]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    columns = (prompt_key, "payload", "private", "reward_model", "extra_info", *_COPIED)
+    columns = (prompt_key, "payload", "private", "priority", "reward_model", "extra_info", *_COPIED)
     named = [name for name in columns if name in file.schema_arrow.names]
     rows = (row for batch in file.iter_batches(columns=named) for row in batch.to_pylist())
     for number, row in enumerate(rows, 1):
@@ -154,7 +154,8 @@ def _check_own(row: object, prompt_key: str, scored: bool) -> None:
         raise TaskFileError(f"{prompt_key} (data.prompt_key) is {prompt!r:.100}, and must be a list of messages")
     columns = {**row, "raw_prompt": prompt}
     payload = payload_of(columns, scored=scored)
-    Task(task_id_of(columns, payload), payload, private=private_of(columns, scored=scored))
+    private = private_of(columns, scored=scored)
+    Task(task_id_of(columns, payload), payload, priority=priority_of(columns), private=private)
 
 
 def payload_of(row: Mapping[str, Any], *, scored: bool = False) -> dict[str, Any]:
@@ -238,6 +239,7 @@ def _checked(row: object, number: int, prompt_key: str, data_source: str, *, sco
     task = Task(
         task_id if task_id is not None else f"task-{number:05d}",
         _payload(columns["payload"]),
+        priority=priority_of(columns),
         private=private_of(columns, scored=scored),
     )
     return {

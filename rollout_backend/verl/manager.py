@@ -34,7 +34,7 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.base.retry import repeat
 from rollout_backend.core.earlier_batches import describe_batch, global_step_of
 from rollout_backend.core.rows import Rows, mask_group, rows_of
-from rollout_backend.core.tasks import Task
+from rollout_backend.core.tasks import Task, priority_of
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
 from rollout_backend.model.serving.supervisor import ServingEvent
@@ -317,6 +317,7 @@ class CloudAgentLoopManager:
             sampling=sampling_of(self._rollout, validate=validate, greedy=_is_greedy(row)).model_copy(
                 update={"seed": self.settings.sampling.seed}
             ),
+            priority=priority_of(row),
             private=private_of(row, scored=self.settings.scoring.enabled),
         )
 

@@ -30,6 +30,9 @@ def test_a_parquet_file_is_read(tmp_path, as_text, monkeypatch):
         ('{"payload": 3}', "line 2: payload is missing, or is not an object"),
         ('{"payload": {}, "answer": 1}', "line 2: unknown field 'answer'"),
         ('{"payload": {}, "private": "7"}', "line 2: private is not an object"),
+        ('{"payload": {}, "priority": "high"}', "line 2: priority is 'high', and must be a whole number"),
+        ('{"payload": {}, "priority": true}', "line 2: priority is True"),
+        ('{"payload": {}, "priority": 1.5}', "line 2: priority is 1.5"),
         ('{"payload": {}, "task_id": 7}', "line 2: task_id is 7"),
         ('{"payload": {}, "task_id": "../x"}', "line 2: task_id '../x' must be"),
         ('{"payload": {"_rollout": 1}}', "line 2: the payload of task .* must not have a field '_rollout'"),
@@ -53,6 +56,22 @@ def test_a_private_part_is_read_and_written_again(tmp_path):
     table = pyarrow.table({"payload": ["{}"], "private": ['{"answer": "7"}']})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     assert [task.private for task in read_tasks(tmp_path / "t.parquet")] == [{"answer": "7"}]
+
+
+def test_a_priority_is_read_and_written_again(tmp_path):
+    rows = [{"payload": {}, "task_id": "x", "priority": -2}, {"payload": {}, "task_id": "y"}]
+    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tasks = read_tasks(tmp_path / "t.jsonl")
+    assert [task.priority for task in tasks] == [-2, 0]
+    assert [task.as_row() for task in tasks] == rows
+    # Pandas writes integers next to a null as floats.
+    for column in ([7.0, None], [7.0, float("nan")], [7, None]):
+        pyarrow.parquet.write_table(
+            pyarrow.table({"payload": ["{}"] * 2, "priority": column}), tmp_path / "t.parquet"
+        )
+        assert [task.priority for task in read_tasks(tmp_path / "t.parquet")] == [7, 0]
+    with pytest.raises(TaskFileError, match=r"priority=1\.0: it must be an int"):
+        Task("a", {}, priority=1.0)
 
 
 def test_a_private_part_needs_a_scorer():

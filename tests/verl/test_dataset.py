@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
 import rollout_backend.workbench.local
-from rollout_backend.core.tasks import Task
+from rollout_backend.core.tasks import Task, priority_of
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl import early_checks
 from rollout_backend.verl.dataset import (
@@ -234,6 +234,7 @@ def test_verls_own_dataset_makes_a_payload(through, tmp_path, data_config, token
         tmp_path / "gsm8k.parquet",
         prompt=[conversation, conversation[1:]],
         data_source=["gsm8k", "gsm8k"],
+        priority=[3, None],
         reward_model=[{"style": "rule", "ground_truth": "4"}, {"style": "rule", "ground_truth": "5"}],
         extra_info=[{"index": 0, "split": "train"}, {"index": 1, "split": "train"}],
     )
@@ -253,6 +254,7 @@ def test_verls_own_dataset_makes_a_payload(through, tmp_path, data_config, token
     assert payloads[1]["messages"] == conversation[1:]
     assert json.loads(json.dumps(payloads)) == payloads
 
+    assert [priority_of(row) for row in through(batch)] == [3, 0]
     hidden = {"data_source": "gsm8k", "ground_truth": "4", "extra_info": {"index": 0, "split": "train"}}
     [row, _] = through(batch)
     assert private_of(row, scored=True) == hidden

@@ -1,10 +1,12 @@
-"""Admit calls to the runtime by priority and at the granted rates. A run has one queue for all of them.
+"""Admit calls to the runtime: in order, at the granted rates, within the number of sessions. A run has one queue.
 
 Invariants:
 
 - a call is sent only after it was admitted, and its response is reported to the rate that admitted it;
+- a rollout waits once for its start: its first invoke is admitted together with its slot, one of `max_sessions`;
 - calls that finish rollouts precede calls that start them. Polls and new sessions take turns, because a poll of an
   agent that still runs finishes nothing; the last poll before a rollout is given up precedes every call;
+- among invokes, those of tasks with a higher priority come first, then those that have waited longer;
 - refused invokes slow down neither polls nor stops;
 - a cancelled waiter leaves the queue and gives its place to the next one;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
@@ -14,10 +16,12 @@ Invariants:
 
 import asyncio
 import logging
-from collections import deque
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from heapq import heappop, heappush
+from itertools import count
 from typing import Self
 
 from rollout_backend.config import RuntimeConfig
@@ -34,11 +38,11 @@ _PAUSE_S = 0.02
 
 
 class CallKind(IntEnum):
-    """The kinds of calls, in the order of their priority, except that `POLL` and `INVOKE` take turns.
+    """The kinds of calls, in the order in which they are admitted, except that polls and invokes take turns.
 
     `STOP` closes the session of a settled rollout, and `STOP_EARLIER` one that an earlier execution may have left
     open. `VERIFY` starts the verifier of a result. A poll is an invoke of an open session, which asks for its result:
-    `LAST_POLL` before its rollout ends without one.
+    `LAST_POLL` before its rollout ends without one. `START` is the first invoke of a rollout, and takes a slot.
     """
 
     LAST_POLL = 0
@@ -46,15 +50,13 @@ class CallKind(IntEnum):
     VERIFY = 2
     POLL = 3
     INVOKE = 4
-    STOP_EARLIER = 5
+    START = 5
+    STOP_EARLIER = 6
 
 
 _POLLS = (CallKind.LAST_POLL, CallKind.POLL)
+_INVOKES = (CallKind.INVOKE, CallKind.START)
 _STOPS = (CallKind.STOP, CallKind.STOP_EARLIER)
-_AFTER_AN_INVOKE = tuple(CallKind)
-_AFTER_A_POLL = (
-    CallKind.LAST_POLL, CallKind.STOP, CallKind.VERIFY, CallKind.INVOKE, CallKind.POLL, CallKind.STOP_EARLIER,
-)  # fmt: skip
 
 
 class CallQueue:
@@ -66,8 +68,11 @@ class CallQueue:
         self._invokes_and_polls = TokenBucket(invoke_per_s)
         self._stops = AdaptiveRate(stop_per_s)
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
-        self._waiting: dict[CallKind, deque[asyncio.Future[None]]] = {call: deque() for call in CallKind}
-        self._order = _AFTER_AN_INVOKE
+        self.free_slots = math.inf
+        # Heaps of waiting calls: negative priority, order of arrival, and the future that admits the call.
+        self._waiting: dict[CallKind, list[tuple[int, int, asyncio.Future[None]]]] = {call: [] for call in CallKind}
+        self._arrivals = count()
+        self._polled_last = False
         self._timer: asyncio.TimerHandle | None = None
         self._has_backlog: Callable[[], bool] = lambda: False
         # Calls admitted in this turn of the event loop.
@@ -91,10 +96,10 @@ class CallQueue:
         """Return how many last polls are admitted per second at most, at this moment."""
         return min(rate.rate for rate in self._rates(CallKind.LAST_POLL))
 
-    async def admit(self, call: CallKind) -> None:
+    async def admit(self, call: CallKind, priority: int = 0) -> None:
         """Wait until a call of this kind may be sent."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[call].append(turn)
+        heappush(self._waiting[call], (-priority, next(self._arrivals), turn))
         self._serve()
         try:
             await turn
@@ -110,6 +115,11 @@ class CallQueue:
         """Give back the turn of a call that is not sent."""
         for rate in self._rates(call):
             rate.give_back()
+        self.change_slots(call is CallKind.START)
+
+    def change_slots(self, free: float) -> None:
+        """Add free slots, or take some."""
+        self.free_slots += free
         self._serve()
 
     @contextmanager
@@ -173,12 +183,13 @@ class CallQueue:
             if not self._admitted:
                 loop.call_later(_PAUSE_S if self._has_backlog() else 0, self._next_turn)
             self._admitted += 1
-            call = next(call for call in self._order if dues.get(call) == 0)
+            call = min((call for call in dues if dues[call] == 0), key=self._place)
             for rate in self._rates(call):
                 rate.take(now)
-            if call in (CallKind.INVOKE, CallKind.POLL):
-                self._order = _AFTER_AN_INVOKE if call is CallKind.INVOKE else _AFTER_A_POLL
-            self._waiting[call].popleft().set_result(None)
+            self.free_slots -= call is CallKind.START
+            if call is CallKind.POLL or call in _INVOKES:
+                self._polled_last = call is CallKind.POLL
+            heappop(self._waiting[call])[-1].set_result(None)
         if dues:
             self._timer = loop.call_later(min(dues.values()), self._serve)
 
@@ -187,12 +198,46 @@ class CallQueue:
         dues = {}
         for call, waiting in self._waiting.items():
             # Skip cancelled waiters.
-            while waiting and waiting[0].done():
-                waiting.popleft()
-            if waiting:
+            while waiting and waiting[0][-1].done():
+                heappop(waiting)
+            if waiting and (call is not CallKind.START or self.free_slots >= 1):
                 dues[call] = max(rate.due(now) for rate in self._rates(call))
         return dues
+
+    def _place(self, call: CallKind) -> tuple[int, int, int]:
+        """Return the sort key of the next waiting call of a kind. Both kinds of invokes have one order."""
+        after_invokes = call is CallKind.POLL and self._polled_last
+        order = CallKind.START if after_invokes else CallKind.INVOKE if call in _INVOKES else call
+        priority, arrival, _ = self._waiting[call][0]
+        return order, priority, arrival
 
     def _next_turn(self) -> None:
         self._admitted = 0
         self._serve()
+
+
+class Slot:
+    """A rollout's place among the sessions of a run, taken with its first admitted invoke and freed on exit."""
+
+    def __init__(self, queue: CallQueue, priority: int) -> None:
+        self._queue = queue
+        self._priority = priority
+        self._taken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken:
+            self._taken = False
+            self._queue.change_slots(1)
+
+    def take(self) -> None:
+        """Take a slot for a session that runs already, even if none is free."""
+        self._taken = True
+        self._queue.change_slots(-1)
+
+    async def admit_invoke(self) -> None:
+        """Wait until the rollout's next invoke may be sent."""
+        await self._queue.admit(CallKind.INVOKE if self._taken else CallKind.START, self._priority)
+        self._taken = True

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- an invoke is sent only in its turn, by a caller that holds a slot;
+- an invoke is sent only after `calls` has admitted it;
 - a response other than the wrapper's acceptance is an error: no agent runs;
 - `close` records each session in its ledger, as closed or as unclosed, before it returns;
 - a failed stop that can be retried is retried for at least `stop_retry_s`, so throttling and outages cost no session.
@@ -79,10 +79,7 @@ class TimedCalls:
 
 
 class Dispatcher:
-    """Sends the invokes and stops of all steps of a run.
-
-    A rollout holds one of `slots` from before its first invoke until its session is closed.
-    """
+    """Sends the invokes and stops of all steps of a run, at most `max_sessions` rollouts at a time."""
 
     def __init__(
         self,
@@ -104,7 +101,7 @@ class Dispatcher:
         self._stop_wait = stop_wait
         # When a stop last succeeded, in loop seconds.
         self._stopped_at = -math.inf
-        self.slots = asyncio.Semaphore(max_sessions)
+        calls.free_slots = max_sessions
 
     # --- invokes ------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ from rollout_backend.errors import (
     RuntimeUnavailable,
     StoreError,
 )
-from rollout_backend.run.dispatch.call_queue import CallKind
+from rollout_backend.run.dispatch.call_queue import CallKind, Slot
 from rollout_backend.run.step.in_flight import InFlightAttempt
 from rollout_backend.run.step.plan import StepPlan
 from rollout_backend.run.step.services import StepServices
@@ -103,6 +103,7 @@ class RolloutTask:
         self.task = task
         self.context = context
         self._services = context.services
+        self._slot = Slot(context.services.dispatcher.calls, task.priority)
         self._attempt_over = asyncio.Event()
 
     # --- start and run ------------------------------------------------------------------------------------
@@ -141,7 +142,9 @@ class RolloutTask:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._invoke_until):
                         await self._services.runtime.wait_ready(self.task.payload, self.context.plan.manifest.run_id)
-            async with self._services.dispatcher.slots:
+            with self._slot:
+                if self.entry.session_id is not None:
+                    self._slot.take()
                 while self.entry.session_id is not None or await self.dispatch():
                     while self.entry.phase is Phase.RUNNING:
                         self._attempt_over.clear()
@@ -220,7 +223,7 @@ class RolloutTask:
             StoreError: until the step's deadline, S3 refused to record one more attempt.
         """
         context, ledger, dispatcher = self.context, self.context.ledger, self._services.dispatcher
-        await dispatcher.calls.admit(CallKind.INVOKE)
+        await self._slot.admit_invoke()
         if not self.entry.awaits_result:
             return False
         with dispatcher.calls.track(CallKind.INVOKE, ledger.invokes):

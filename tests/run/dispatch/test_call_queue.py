@@ -6,7 +6,7 @@ import pytest
 
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
-from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue, Slot
 from tests.simulation.clock import in_virtual_time
 
 
@@ -114,6 +114,67 @@ async def test_polls_and_new_sessions_take_turns_and_what_finishes_a_rollout_com
     first = [CallKind.LAST_POLL, CallKind.STOP, CallKind.VERIFY]
     turns = [CallKind.POLL, CallKind.INVOKE]
     assert order == [*(call for call in first for _ in range(2)), *turns, *turns]
+
+
+async def start(queue, name, priority, order, hold):
+    with Slot(queue, priority) as slot:
+        await slot.admit_invoke()
+        order.append(name)
+        await hold.wait()
+
+
+@in_virtual_time
+async def test_the_rollout_of_the_highest_priority_gets_the_next_slot_and_call():
+    queue, order = CallQueue(invoke_per_s=100, stop_per_s=1), []
+    queue.free_slots, holds = 1, {name: asyncio.Event() for name in ("first", "low", "other", "high")}
+    priorities = {"first": 0, "low": 0, "other": 0, "high": 7}
+    rollouts = [asyncio.create_task(start(queue, name, priorities[name], order, holds[name])) for name in holds]
+    for name in ("first", "high", "low", "other"):
+        await asyncio.sleep(1)
+        assert order[-1] == name, "none waits for a call alone, and equals start in order"
+        holds[name].set()
+    await asyncio.gather(*rollouts)
+    assert queue.free_slots == 1
+
+
+@in_virtual_time
+async def test_a_start_without_a_slot_delays_neither_retries_nor_stops():
+    queue, order = CallQueue(invoke_per_s=100, stop_per_s=100, calls_per_s=1), []
+    queue.free_slots = 1
+    with Slot(queue, 0) as slot:
+        await slot.admit_invoke()
+        waiting = asyncio.create_task(start(queue, "another", 9, order, asyncio.Event()))
+        await asyncio.sleep(0)
+        await asyncio.gather(slot.admit_invoke(), queue.admit(CallKind.STOP))
+        assert (order, now()) == ([], 2)
+    await asyncio.sleep(2)
+    assert order == ["another"]
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert queue.free_slots == 1
+
+
+@in_virtual_time
+async def test_a_start_that_is_admitted_and_cancelled_at_once_gives_its_slot_back():
+    queue = CallQueue(invoke_per_s=1, stop_per_s=1)
+    queue.free_slots = 1
+    waiting = asyncio.create_task(start(queue, "one", 0, [], asyncio.Event()))
+    await asyncio.sleep(0)
+    assert queue.free_slots == 0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert queue.free_slots == 1
+
+
+@in_virtual_time
+async def test_stops_precede_starts_of_every_priority():
+    queue, order = CallQueue(invoke_per_s=100, stop_per_s=100, calls_per_s=1), []
+    await queue.admit(CallKind.INVOKE)
+    starting = asyncio.create_task(start(queue, "high", 99, order, asyncio.Event()))
+    await asyncio.sleep(0.5)
+    await admitted(queue, CallKind.STOP, 2, order)
+    assert order == [CallKind.STOP] * 2
+    starting.cancel()
 
 
 @pytest.mark.parametrize("call", [CallKind.POLL, CallKind.LAST_POLL, CallKind.STOP])

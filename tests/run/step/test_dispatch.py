@@ -193,18 +193,18 @@ async def test_a_rollout_that_is_settled_while_its_session_is_closed_keeps_its_s
         closing.set()
         await closed.wait()
 
-    bench.agents.stop, slots = stop, bench.services.dispatcher.slots
+    bench.agents.stop, calls = stop, bench.services.dispatcher.calls
     step = bench.step(before=answering(OutcomeUnknown("no answer")))
     running = asyncio.create_task(step.run())
     await asyncio.wait_for(closing.wait(), 60)
     step.rollouts["task-a.0"].settle(Outcome.CANCELLED, "target_reached")
     for _ in range(20):
         await asyncio.sleep(0)
-    assert slots.locked()
+    assert calls.free_slots == 0
     assert bench.ledger.open_sessions
     closed.set()
     bench.check_ended(await running)
-    assert not slots.locked()
+    assert calls.free_slots == 1
 
 
 async def test_a_rollout_that_is_settled_during_its_invoke_has_its_session_closed_before_its_slot_is_free(open_bench):

@@ -70,7 +70,7 @@ async def test_many_steps_leave_no_more_than_a_few(open_bench, tmp_path, caplog)
     assert len(lines) <= STEPS, "a step logs at most one line besides its faults"
     buffer, dispatcher = bench.services.buffer, bench.services.dispatcher
     assert buffer._sinks == {}
-    assert dispatcher.slots._value == bench.config.runtime.max_sessions
+    assert dispatcher.calls.free_slots == bench.config.runtime.max_sessions
     assert not bench.agents.sessions
 
 

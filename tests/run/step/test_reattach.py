@@ -135,7 +135,7 @@ async def test_a_running_agent_keeps_its_slot(open_bench, work, kill_in_the_midd
     for _ in range(20):
         await asyncio.sleep(0)
     assert bench.agents.requests == []
-    assert bench.services.dispatcher.slots.locked()
+    assert bench.services.dispatcher.calls.free_slots == 0
     work.go.set()
     report = (await running).report
     assert bench.agents.rollouts == ["a.0"]

@@ -184,6 +184,15 @@ async def test_a_task_whose_runtime_is_not_ready_takes_no_slot(open_bench):
     assert not held
 
 
+async def test_of_the_rollouts_that_wait_those_of_the_highest_priority_start_first(open_bench):
+    bench = await open_bench("runtime.max_sessions=1", "group.size=2")
+    tasks = [Task(f"t{priority}", {}, priority=priority) for priority in (0, -1, 5)]
+    assert completed(await bench.run(*tasks)) == 6
+    started = [request.task_id for request in bench.agents.requests]
+    # The first one starts before the others wait.
+    assert started[1:] == ["t5", "t5", "t0", "t-1", "t-1"]
+
+
 async def test_the_request_holds_the_runs_settings_and_those_of_its_task(open_bench):
     bench = await open_bench("sampling.temperature=0.7", "storage.prefix=team/")
     bench.replace(wall=lambda: 1000.0)
