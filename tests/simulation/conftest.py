@@ -15,7 +15,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.collect.manifest_store import ManifestStore
 from rollout_backend.run.dispatch.call_queue import CallQueue
-from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.dispatch.dispatcher import Dispatcher, TimedCalls
 from rollout_backend.run.step.circuit_breaker import CircuitBreaker
 from rollout_backend.run.step.services import StepServices
 from rollout_backend.run.step.step import Step
@@ -28,6 +28,7 @@ from tests.simulation.runtime import SimRuntime
 from tests.simulation.s3 import BUCKET, SimStore
 from tests.simulation.sqs import SimQueue
 from tests.simulation.trainer import Trainer
+from tests.simulation.trainer_process import CALL_S
 from tests.simulation.world import World
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class SimRun:
         self.services = StepServices(
             config=config,
             runtime=self.runtime,
-            dispatcher=Dispatcher(self.runtime, calls, max_sessions=config.runtime.max_sessions),
+            dispatcher=Dispatcher(TimedCalls(self.runtime, CALL_S), calls, max_sessions=config.runtime.max_sessions),
             gateways=gateway,
             buffer=self.buffer,
             manifests=ManifestStore(self.store, config.run_id),

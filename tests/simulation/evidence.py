@@ -27,6 +27,8 @@ class Evidence:
     """Ids of sessions that were started again after a stop."""
     scored_without: list[str] = field(default_factory=list)
     """Rollouts that were scored without the artifacts that their agent published."""
+    admitted: list[str] = field(default_factory=list)
+    """Calls that a queue admitted above their rates or before others."""
 
     def violation(self) -> str | None:
         """Return the first invariant that does not hold; None if all do."""
@@ -40,6 +42,7 @@ class Evidence:
             (vain, f"{len(vain)} sessions were stopped without an invoke, such as {vain[:1]}"),
             (self.read_twice, f"fetched twice at the same time: {self.read_twice}"),
             (self.used_twice, f"sessions were started again after their end: {self.used_twice}"),
+            (self.admitted, f"calls are admitted wrongly: {self.admitted[:3]}"),
             (self.scored_without, f"scored without their artifacts: {self.scored_without}"),
         ):
             if found:

@@ -111,13 +111,17 @@ class Faults:
 
 @dataclass(frozen=True)
 class Situation:
-    """Faults and settings of `group` that replace the drawn ones, because they are rarely drawn together."""
+    """Faults and settings that replace the drawn ones, because they are rarely drawn together."""
 
     faults: Mapping[str, float] = field(default_factory=dict)
     group: Mapping[str, Any] = field(default_factory=dict)
+    runtime: Mapping[str, Any] = field(default_factory=dict)
     least_steps: int = 1
-    protocol: str = "rollout"
-    """The `runtime.agent_protocol` of the run."""
+
+    @property
+    def protocol(self) -> str:
+        """Return the `runtime.agent_protocol` of the run."""
+        return str(self.runtime.get("agent_protocol", "rollout"))
 
     @classmethod
     def of(cls, seed: int) -> Situation:
@@ -137,6 +141,8 @@ _RETRAINED = Situation(
 )
 # Agents leave their results somewhere else than under their rollouts' keys.
 _OWN_SOURCE = {"queue_off": 1.0, "slow_gets": 0.0, "forged": 0.0, "junk": 0.0}
-_POLLED = Situation({**_OWN_SOURCE, "unavailable": 0.7}, protocol="agentcore-runtime-app")
-_WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8, "silent_s3": 0.0}, protocol="agentcore-rl-toolkit")
-_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 4: _POLLED, 10: _WRITTEN, 11: _OPENED}
+_POLLED = Situation({**_OWN_SOURCE, "unavailable": 0.7}, runtime={"agent_protocol": "agentcore-runtime-app"})
+_WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8, "silent_s3": 0.0}, runtime={"agent_protocol": "agentcore-rl-toolkit"})
+# Invokes and stops compete for one quota.
+_SHARED = Situation({"outage": 0.0}, runtime={"calls_per_s": 2.0, "stop_per_s": 10.0, "max_sessions": 64})
+_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 4: _POLLED, 10: _WRITTEN, 11: _OPENED, 7: _SHARED}

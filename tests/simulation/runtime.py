@@ -28,8 +28,6 @@ from tests.simulation.session import Session
 from tests.simulation.session_audit import SessionAudit
 from tests.simulation.trainer import Trainer
 
-_CALL_S = 60.0  # limit of a call, as each runtime's client sets it
-
 
 class Runtime:
     """The open sessions, and what the runtime grants."""
@@ -100,8 +98,9 @@ class Runtime:
         self._poisoned = dict.fromkeys(self._poisoned, False)
 
 
-async def _idle() -> None:
+async def _idle() -> NoReturn:
     await asyncio.Event().wait()
+    raise AssertionError
 
 
 class SimRuntime:
@@ -133,12 +132,12 @@ class SimRuntime:
         request = RolloutRequest.parse(request_in(body) or body[REQUEST_FIELD])
         is_silent = self._env.is_silent("runtime")
         if is_silent and self._env.is_lost():
-            await self._time_out()
+            await _idle()
         self._refuse_in_outage(request)
         self._refuse(body["q"])
         self._runtime.open(request)
         if is_silent:
-            await self._time_out()
+            await _idle()
         await self._env.passes(1.0)
         self._trainer.require_alive()
         if self._env.chance("cut_after"):
@@ -150,24 +149,19 @@ class SimRuntime:
     async def _poll(self, session_id: str) -> bytes:
         is_silent = self._env.is_silent("runtime")
         if is_silent and self._env.is_lost():
-            await self._time_out()
+            await _idle()
         refusal = self._runtime.limits.refusal(self._env.now())
         if refusal is not None:
             raise refusal.make()
         self._refuse()
         answer = self._runtime.poll(session_id)
         if is_silent:
-            await self._time_out()
+            await _idle()
         self._trainer.require_alive()
         if self._env.chance("cut_after"):
             raise OutcomeUnknown("the answer was lost")
         self._runtime.sources.polled(session_id)
         return answer
-
-    async def _time_out(self) -> NoReturn:
-        await asyncio.sleep(_CALL_S)
-        self._trainer.require_alive()
-        raise OutcomeUnknown("no answer in time")
 
     def _refuse_in_outage(self, request: RolloutRequest) -> None:
         limits = self._runtime.limits
@@ -198,7 +192,7 @@ class SimRuntime:
         self._trainer.require_alive()
         is_silent = self._env.is_silent("runtime")
         if is_silent and self._env.is_lost():
-            await self._time_out()
+            await _idle()
         refusal = self._runtime.limits.refusal(self._env.now())
         if refusal is not None and refusal.stops:
             raise refusal.make()
@@ -207,4 +201,4 @@ class SimRuntime:
             raise self._env.random.choice([Throttled("slow down"), RuntimeConflict("busy"), OutcomeUnknown("cut")])
         self._runtime.stop(session_id)
         if is_silent:
-            await self._time_out()
+            await _idle()

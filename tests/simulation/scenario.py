@@ -47,7 +47,8 @@ class Scenario:
 
 def _tasks(draw: Random, planned: int | None, size: int, step: int) -> list[Task]:
     count = draw.randint(1, 4) if planned is None else -(-planned // size)
-    return [Task(f"t{step}-{i}", {"q": f"{i}"}) for i in range(count)]  # the same in each step, as in epochs
+    # The same in each step, as in epochs.
+    return [Task(f"t{step}-{i}", {"q": f"{i}"}, priority=i % 2) for i in range(count)]
 
 
 def _config(draw: Random, planned: int | None, situation: Situation) -> RolloutConfig:
@@ -61,11 +62,11 @@ def _config(draw: Random, planned: int | None, situation: Situation) -> RolloutC
         "storage": {"bucket": BUCKET},
         "runtime": {
             "kind": "http",
-            "agent_protocol": situation.protocol,
             "url": "http://agents",
             "invoke_per_s": 10 if planned is None else 50,
             "max_attempts": draw.randint(1, 4),
             "max_sessions": draw.choice([2, 6, 64] if planned is None else [planned // 4, 2 * planned]),
+            **situation.runtime,
         },
         "group": {
             "size": size,

@@ -147,6 +147,7 @@ QUICK_MUTANTS = {
     "sources_not_asked",
     "silent_sources_are_empty",
     "silent_deaths_unnoticed",
+    "priorities_ignored",
 }
 
 

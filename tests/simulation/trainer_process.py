@@ -28,7 +28,7 @@ from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.collect.fetcher import ResultSink
 from rollout_backend.run.collect.manifest_store import ManifestStore
 from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
-from rollout_backend.run.dispatch.dispatcher import Dispatcher
+from rollout_backend.run.dispatch.dispatcher import Dispatcher, TimedCalls
 from rollout_backend.run.lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.run.step.circuit_breaker import CircuitBreaker
@@ -37,6 +37,7 @@ from rollout_backend.run.step.step import Step
 from rollout_backend.run.step.task_blocklist import TaskBlocklist
 from tests.simulation.agent_sources import RuntimeApp, Toolkit
 from tests.simulation.agents import segments_of
+from tests.simulation.call_audit import AuditedQueue
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.gateway import HEARTBEAT_S, SimGateway
 from tests.simulation.run_directory import SimArchive, SimInFlightLog
@@ -50,6 +51,7 @@ from tests.simulation.trainer import Killed, Trainer
 from tests.simulation.world import World
 
 MOST_KILLS = 12
+CALL_S = 60.0  # limit of a call of the runtime
 
 
 @dataclass
@@ -172,10 +174,12 @@ class TrainerProcess:
 
     def _services(self, buffer: RolloutBuffer, heartbeats: Heartbeats) -> StepServices:
         world, config = self._world, self._config
-        runtime, calls = SimRuntime(world.runtime, self._trainer), CallQueue.from_config(config.runtime)
+        runtime, calls = SimRuntime(world.runtime, self._trainer), AuditedQueue.from_config(config.runtime)
+        calls.evidence = world.evidence
         calls.yield_to(buffer.has_backlog)
-        asking = _AskingRuntime(runtime, self._lease, calls, world.audit.asked_for)
-        polling = FencedRuntime(runtime, self._lease, calls, CallKind.POLL)
+        timed = TimedCalls(runtime, CALL_S)
+        asking = _AskingRuntime(timed, self._lease, calls, world.audit.asked_for)
+        polling = FencedRuntime(timed, self._lease, calls, CallKind.POLL)
         self._translator = self._translated(asking, polling, calls, buffer)
         return StepServices(
             config=config,
@@ -230,7 +234,8 @@ class TrainerProcess:
         """`is_first`: the weights are those of the checkpoint, so an earlier trainer may have sampled them."""
         world, checks, trainer = self._world, self._checks, self._trainer
         # A restarted trainer gives its tasks new ids.
-        tasks = tuple(Task(f"{task.task_id}-{trainer.number}", task.payload) for task in self._scenario.steps[number])
+        drawn, suffix = self._scenario.steps[number], f"-{trainer.number}"
+        tasks = tuple(Task(f"{task.task_id}{suffix}", task.payload, priority=task.priority) for task in drawn)
         sampling = services.config.sampling
         step = Step(StepRequest(number, tasks, sampling, weights=f"{number}", same_weights=is_first), services)
         self._watch(step, buffer)
@@ -301,7 +306,7 @@ class _AskingRuntime(FencedRuntime):
     its session.
     """
 
-    def __init__(self, runtime: SimRuntime, lease: RunLease, calls: CallQueue, asked_for: set[str]) -> None:
+    def __init__(self, runtime: TimedCalls, lease: RunLease, calls: CallQueue, asked_for: set[str]) -> None:
         super().__init__(runtime, lease, calls)
         self._asked_for = asked_for
 

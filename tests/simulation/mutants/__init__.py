@@ -4,7 +4,7 @@ They test the simulator's checks: each variant must be caught by some seed. A mu
 methods only, so that the production code can be rearranged freely behind them.
 """
 
-from tests.simulation.mutants import ownership, policies, restarts, results, sessions
+from tests.simulation.mutants import calls, ownership, policies, restarts, results, sessions
 from tests.simulation.mutants.registry import MUTANTS, mutated
 
-__all__ = ["MUTANTS", "mutated", "ownership", "policies", "restarts", "results", "sessions"]
+__all__ = ["MUTANTS", "calls", "mutated", "ownership", "policies", "restarts", "results", "sessions"]
