@@ -171,7 +171,7 @@ $(CLIENTS_READY): $(UV) pyproject.toml constraints/clients.txt
 	$(call install,$(CLIENTS),-c constraints/clients.txt -e '.[clients]')
 
 docs: setup $(DOCS_READY)  ## the pages that are made from the code, and the site in build/site; a broken link fails
-	for page in settings api cli calls clients contract_schema models performance results; do $(RUN)/python docs/make_$$page.py || exit; done
+	for page in settings api cli calls clients contract_schema columns models performance results; do $(RUN)/python docs/make_$$page.py || exit; done
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html; to search the pages, serve them: python -m http.server -d build/site"
 

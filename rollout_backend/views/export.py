@@ -258,8 +258,11 @@ def _schema(*columns: str) -> pa.Schema:
 
 _ROLLOUT = "run_id:text step:int rollout_id:text task_id:text"
 _ENDING = "outcome:text? reason:text? message:text?"
-_FLOATS = ("reward", "model_s", "agent_s")
-_OF_RESULT = " ".join(f"{name}:{'float?' if name in _FLOATS else 'int?'}" for name in ResultSummary.model_fields)
+# A column such as `cached_tokens:int?` for each figure, all null without a result.
+_OF_RESULT = " ".join(
+    f"{name}:{getattr(kind, '__args__', (kind,))[0].__name__}?"
+    for name, kind in ResultSummary.__annotations__.items()
+)
 _OF_REPORT = (
     "attempts", "sessions_opened", "resumed", "reattached", "duplicates", "late", "refused", "unarchived", "surplus",
     "sampled_tokens", "given_tokens", "broken_histories",

@@ -182,7 +182,7 @@ def test_every_reason_is_explained() -> None:
 
 
 def test_the_generated_pages_are_up_to_date() -> None:
-    for name in ("settings", "cli", "calls", "clients", "api", "contract_schema", "models"):
+    for name in ("settings", "cli", "calls", "clients", "api", "contract_schema", "models", "columns"):
         module = load_module(ROOT / "docs" / f"make_{name}.py")
         assert module.PAGE.read_text() == module.page(), f"run `python docs/make_{name}.py`"
 

@@ -12,27 +12,29 @@ from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, LedgerEntry
 
 
-class ResultSummary(BaseModel, frozen=True):
-    """The numbers of a rollout's result."""
+class ResultSummary(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """The figures of a rollout's result. Tables, reports and their documentation have a column for each field."""
 
     reward: float | None
+    """the agent's reward, or the scorer's; null: it has none"""
     turns: int
-    """Number of model calls."""
+    """model calls"""
     segments: int
-    """Number of rows for training."""
+    """rows for training"""
     sampled_tokens: int
+    """tokens that the model sampled"""
     trained_tokens: int
-    """Sampled tokens with a known logprob."""
+    """of them, those with a logprob"""
     prompt_tokens: int
-    """Prompt tokens of all turns. Each turn counts its whole prompt."""
+    """sum over turns; each turn counts its whole prompt"""
     cached_tokens: int | None
-    """Prompt tokens found in the engine's prefix cache; None if the engine did not report them."""
+    """prompt tokens that the engine found in its prefix cache; null also if it does not report them"""
     cut_replies: int
-    """Turns that ended at max_tokens or at the end of the context."""
+    """turns that ended at `max_tokens` or at the end of the context"""
     model_s: float
-    """Seconds in model calls."""
+    """seconds in model calls"""
     agent_s: float | None
-    """Seconds from the agent's start to its end, by its container's clock; None if unknown."""
+    """seconds from the agent's start to its end, by its container's clock"""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
