@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, readable
@@ -29,6 +30,19 @@ from rollouts import make_rollout, make_segment
 from run_folders import make_record, make_summary
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 '\" {{ 7 * 7 }}"
+
+
+def test_each_figure_of_the_results_has_a_row_with_its_meaning(made: Path):
+    run = read_run(made)
+    figures = step_context(run, run.steps[0])["figures"]
+    results = [record.result for record in RunArchive(made).read_records(0) if record.result is not None]
+    for name, meaning, (median, _, most) in figures:
+        values = sorted(value for each in results if (value := getattr(each, name)) is not None)
+        assert (median, most) == (pytest.approx(np.median(values)), values[-1])
+        assert meaning == ResultSummary.model_fields[name].description
+    known = {name for name in ResultSummary.model_fields if any(getattr(each, name) is not None for each in results)}
+    assert {name for name, _, _ in figures} == known
+    assert known >= {"reward", "turns", "model_s"}
 
 
 def test_headline_numbers_are_those_of_the_records(made: Path, page: Page):

@@ -15,8 +15,16 @@ from rollout_backend.core.reasons import documented_at, what_to_do
 from rollout_backend.model.rendering.token_bytes import TokenText
 from rollout_backend.run.accounts.archive import RunArchive
 from rollout_backend.run.accounts.findings import Level, judge
-from rollout_backend.run.accounts.records import RolloutRecord, replies_by_turn, text_of
-from rollout_backend.run.accounts.summary import PHASES, TaskRewards, duration, mean, rewards_by_task, seconds_of
+from rollout_backend.run.accounts.records import ResultSummary, RolloutRecord, replies_by_turn, text_of
+from rollout_backend.run.accounts.summary import (
+    PHASES,
+    TaskRewards,
+    duration,
+    mean,
+    percentiles,
+    rewards_by_task,
+    seconds_of,
+)
 from rollout_backend.views.comparison import shown_comparison
 from rollout_backend.views.page import charts
 from rollout_backend.views.run_data import RunData, StepData, changed_settings, read_rollout
@@ -65,6 +73,7 @@ def step_context(
         "lengths": charts.histogram([each.result.sampled_tokens for each in records if each.result]),
         "scatter": charts.scatter(records),
         "turns": mean([each.result.turns for each in records if each.result]),
+        "figures": [*_figures(records)],
         "rows": mean([each.result.segments for each in records if each.result]),
         "failures": summary.failures,
         "what_to_do": what_to_do,
@@ -90,6 +99,14 @@ def matching_step(run: RunData, step: StepData) -> StepData:
     """Return the step of another run with the same number, or its last step of the same kind."""
     alike = [each for each in run.steps if each.validates == step.validates] or run.steps
     return next((each for each in alike if each.step == step.step), alike[-1])
+
+
+def _figures(records: Iterable[RolloutRecord]) -> Iterator[tuple[str, str | None, tuple[float, ...]]]:
+    """Yield each figure of the results: its name, its description, and the median, p95 and maximum of its values."""
+    results = [record.result for record in records if record.result is not None]
+    for name, field in ResultSummary.model_fields.items():
+        if values := [value for each in results if (value := getattr(each, name)) is not None]:
+            yield name, field.description, percentiles(values, 50, 95, 100)
 
 
 def _slowest(
