@@ -29,7 +29,7 @@ _LEAST, _END = -(2**63), 2**64
 _OF_THE_ROLLOUT = ("run_id", "step", "rollout_id", "attempt", "session_id", "model")
 
 
-class SealClaims(BaseModel, frozen=True, extra="forbid"):
+class SealClaims(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Claims of a seal: the session of the trajectory, a digest of its segments, and the number of lost calls."""
 
     run_id: str
@@ -40,6 +40,8 @@ class SealClaims(BaseModel, frozen=True, extra="forbid"):
     model: str
     segments: str
     unanswered_calls: int
+    first_call_s: float | None = None
+    """Seconds from the session's invoke to its first model call; None without a call."""
 
 
 class Sealer:
@@ -55,7 +57,7 @@ class Sealer:
         belongs to the secret that new seals use."""
         return tuple(hmac.digest(key, b"fingerprint of format 3", "sha256").hex()[:16] for key in self._keys)
 
-    def seal(self, trajectory: Trajectory, claims: SessionClaims) -> Trajectory:
+    def seal(self, trajectory: Trajectory, claims: SessionClaims, first_call_s: float | None = None) -> Trajectory:
         """Return the trajectory with a seal for the session that `claims` names."""
         seal = SealClaims(
             run_id=claims.run_id,
@@ -66,6 +68,7 @@ class Sealer:
             model=trajectory.model,
             segments=digest_of(trajectory.segments),
             unanswered_calls=trajectory.unanswered_calls,
+            first_call_s=first_call_s,
         )
         return trajectory.model_copy(update={"seal": sign_claims(self._keys[0], seal)})
 
@@ -85,6 +88,14 @@ def check_without_secret(rollout: Rollout) -> None:
         ContractError: as for `Sealer.check`.
     """
     _check(rollout, lambda seal: read_claims(seal, SealClaims))
+
+
+def read_seal(rollout: Rollout) -> SealClaims | None:
+    """Return the claims of a rollout's seal, without verifying them; None if it has no readable seal."""
+    try:
+        return read_claims(rollout.seal or "", SealClaims)
+    except ClaimsRefused:
+        return None
 
 
 def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:

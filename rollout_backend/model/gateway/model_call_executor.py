@@ -134,7 +134,7 @@ class ModelCallExecutor:
             ApiError: status 400 if the call is invalid, 503 if it finds no place in time or no engine answers.
         """
         digest = running.key.question
-        session.write(journals.asked(digest, is_retry=running.key.is_declared))
+        session.ask(digest, is_retry=running.key.is_declared)
         # The number is taken before any wait, so that choices are numbered in order of arrival.
         number = session.started + 1
         session.started += running.call.n

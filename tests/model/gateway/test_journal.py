@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from agent_wrapper.contract import Trajectory
-from builders import assistant, eventually, function_tool, hang_up, tool_result, until, user
+from builders import Clock, assistant, eventually, function_tool, hang_up, tool_result, until, user
 from rollout_backend.core.model_call import ApiError
-from rollout_backend.core.seal import Sealer
-from rollout_backend.core.session_key import KeyRefused, issue, verify
+from rollout_backend.core.seal import SealClaims, Sealer
+from rollout_backend.core.session_key import KeyRefused, issue, read_claims, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions.journal import SessionJournal
@@ -188,7 +188,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
     first = registry()
     for name in ("sealed", "revoked", "open"):
         session = await first.open(claims(name))
-        session.write(journals.asked(b"lost", is_retry=False))
+        session.ask(b"lost", is_retry=False)
         session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
     await first.revoke(["revoked", "never seen"])
@@ -200,6 +200,30 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
         with pytest.raises(ApiError, match="closed"):
             await again.open(claims(name))
     assert Trajectory.decode(await again.seal(claims("open"))).unanswered_calls == 1
+
+
+async def test_the_seconds_until_the_first_call_are_sealed_and_survive_a_restart(bundle, open_journal, claims):
+    clock = Clock(1000.0)
+
+    def registry() -> SessionRegistry:
+        return SessionRegistry(bundle, "m", 50.0, clock, Sealer(SEAL_SECRET), open_journal())
+
+    def sealed(trajectory: bytes) -> float | None:
+        return read_claims(Trajectory.decode(trajectory).seal, SealClaims).first_call_s
+
+    def key(name: str, invoked_at: float):
+        return claims(name, expires_at=invoked_at + 50.0)
+
+    # Opening a session, as a request for the length of a prompt does, is no model call.
+    first = await registry().open(key("s", 1000.0))
+    clock.now = 1007.0
+    for question in (b"first", b"second"):
+        first.ask(question, is_retry=False)
+        clock.now += 9
+    again = registry()
+    # The session is restored with a key that a restarted trainer made.
+    assert sealed(await again.seal(key("s", 1020.0))) == 7.0
+    assert sealed(await again.seal(key("never called", 1020.0))) is None
 
 
 async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, journal, claims):
@@ -219,7 +243,7 @@ async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_j
     for session, calls in ((few, MAX_UNANSWERED // 2), (many, MAX_UNANSWERED * 3)):
         for i in range(calls):
             question = i.to_bytes(16)
-            session.write(journals.asked(question, is_retry=False))
+            session.ask(question, is_retry=False)
             session.lose(question)
             session.write(journals.dropped(question))
     assert len(few.unanswered) == MAX_UNANSWERED // 2
@@ -232,7 +256,7 @@ async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_j
 
 async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundle, open_journal, claims, monkeypatch):
     session = await SessionRegistry(bundle, "m", 50.0, journal=open_journal()).open(claims())
-    session.write(journals.asked(b"lost", is_retry=False))
+    session.ask(b"lost", is_retry=False)
     again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
@@ -244,7 +268,7 @@ async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundl
 async def test_a_session_is_read_once_beside_the_event_loop(bundle, open_journal, claims, monkeypatch):
     first = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
     for name in ("resumed", "revoked"):
-        (await first.open(claims(name))).write(journals.asked(b"lost", is_retry=False))
+        (await first.open(claims(name))).ask(b"lost", is_retry=False)
     go, readers, read = threading.Event(), [], SessionJournal.read
 
     def slow(journal: SessionJournal, session_id: str) -> list[journals.Record]:

@@ -311,9 +311,9 @@ def undelivered_of(record: Record) -> list[RecordedReply]:
     return [RecordedReply(TurnPosition(*place), end) for place, end in record.get("undelivered", ())]
 
 
-def asked(call: bytes, *, is_retry: bool) -> Record:
+def asked(call: bytes, *, is_retry: bool, first_call_s: float | None) -> Record:
     """Encode the start of a call. `is_retry` means that the request declares itself a retry."""
-    return {"kind": "asked", "call": call, "is_retry": is_retry}
+    return {"kind": "asked", "call": call, "is_retry": is_retry, "first_call_s": first_call_s}
 
 
 def dropped(call: bytes, turns: Sequence[RecordedTurn] = ()) -> Record:

@@ -75,8 +75,18 @@ class OpenSession:
     expires_at: float = 0.0
     journal: Callable[[OpenSession, Record], None] | None = None
     is_open: bool = True
+    age_s: Callable[[], float] = float
+    """Returns the seconds since the session's invoke."""
+    first_call_s: float | None = None
+    """Its age at its first model call."""
     _without_answer: int = 0
     _lost_count: bool = False
+
+    def ask(self, question: bytes, *, is_retry: bool) -> None:
+        """Record the start of a model call. Raises ApiError like `write`."""
+        if self.first_call_s is None:
+            self.first_call_s = self.age_s()
+        self.write(journals.asked(question, is_retry=is_retry, first_call_s=self.first_call_s))
 
     def write(self, record: Record) -> None:
         """Append a record to the journal, if there is one and the session is open.
@@ -94,7 +104,8 @@ class OpenSession:
         if change > 0 and self._without_answer > MAX_UNANSWERED:
             if self._lost_count:
                 return
-            self._lost_count, record = True, journals.asked(_TOO_MANY, is_retry=False)
+            self._lost_count = True
+            record = journals.asked(_TOO_MANY, is_retry=False, first_call_s=self.first_call_s)
         self.journal(self, record)
 
     def lose(self, question: bytes) -> None:
@@ -302,11 +313,14 @@ class SessionRegistry:
         return session
 
     def _new_session(self, claims: SessionClaims) -> OpenSession:
+        # The trainer makes the key right before it invokes the session.
+        invoked_at = claims.expires_at - self._token_s
         session = OpenSession(
             claims,
             Conversations(self._bundle, self._experts),
             expires_at=claims.expires_at,
             share=SessionShare(self.cpu, self._max_session_calls),
+            age_s=lambda: max(0.0, self._clock() - invoked_at),
         )
         if self._journal is not None:
             session.journal = self._write
@@ -385,7 +399,7 @@ class SessionRegistry:
                 images=session.conversations.images(segments),
             )
             if self._sealer is not None:
-                trajectory = self._sealer.seal(trajectory, session.claims)
+                trajectory = self._sealer.seal(trajectory, session.claims, session.first_call_s)
             data = trajectory.encode()
             if max(unpacked_size(data), sum(len(each.token_ids) for each in segments)) > _READ_FROM_BYTES:
                 try:
@@ -412,6 +426,7 @@ def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name:
         match record["kind"]:
             case "asked":
                 unanswered[record["call"]] += 1
+                session.first_call_s = record["first_call_s"]
                 # A retry belongs to an attempt that is already counted.
                 if not record.get("is_retry"):
                     attempts[record["call"]] += 1
