@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from agent_wrapper.contract import Outcome, Rollout, Segment
 from rollout_backend.core.ledger import Ledger, LedgerEntry
+from rollout_backend.core.seal import read_seal
 
 
 class ResultSummary(BaseModel, frozen=True, use_attribute_docstrings=True):
@@ -35,11 +36,14 @@ class ResultSummary(BaseModel, frozen=True, use_attribute_docstrings=True):
     """seconds in model calls"""
     agent_s: float | None
     """seconds from the agent's start to its end, by its container's clock"""
+    first_call_s: float | None = None
+    """seconds from the last invoke until the gateway received the first model call; null also without a seal"""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
         turns = [turn for segment in rollout.segments for turn in segment.turns]
         cached = [turn.cached_tokens for turn in turns if turn.cached_tokens is not None]
+        seal = read_seal(rollout)
         timed = rollout.started_at > 0 and rollout.finished_at >= rollout.started_at
         return cls(
             reward=rollout.reward,
@@ -52,6 +56,7 @@ class ResultSummary(BaseModel, frozen=True, use_attribute_docstrings=True):
             cut_replies=sum(turn.finish_reason == "length" for turn in turns),
             model_s=sum(turn.seconds for turn in turns),
             agent_s=rollout.finished_at - rollout.started_at if timed else None,
+            first_call_s=seal and seal.first_call_s,
         )
 
     @property

@@ -1,9 +1,10 @@
 import pytest
 
-from agent_wrapper.contract import Outcome, Rollout, Segment, Turn
+from agent_wrapper.contract import Outcome, Rollout, Segment, Trajectory, Turn
+from rollout_backend.core.seal import Sealer
 from rollout_backend.run.accounts.records import ResultSummary, RolloutRecord, StepRecords
 from rollout_backend.run.accounts.summary import summarize
-from rollouts import make_ledger, make_rollout
+from rollouts import make_claims, make_ledger, make_rollout
 from run_folders import make_record
 
 
@@ -24,6 +25,14 @@ def rollout_of(*cached: int | None) -> Rollout:
 )
 def test_cached_tokens_are_unknown_unless_the_engine_reports_them_for_each_turn(cached, hit):
     assert ResultSummary.of(rollout_of(*cached)).cache_hit == hit
+
+
+@pytest.mark.parametrize(("seal", "seconds"), [(None, None), ("made up", None), (4.5, 4.5)])
+def test_the_seconds_until_the_first_call_are_those_of_the_seal(seal, seconds):
+    if seal == 4.5:
+        trajectory = Trajectory(model="m", segments=rollout_of(1).segments)
+        seal = Sealer("s" * 32).seal(trajectory, make_claims("s", expires_at=1.0), first_call_s=seal).seal
+    assert ResultSummary.of(rollout_of(1).model_copy(update={"seal": seal})).first_call_s == seconds
 
 
 def test_every_planned_rollout_has_one_record():
