@@ -32,26 +32,35 @@ _NAMES = {
     "ADV_ESTIMATOR_REGISTRY": "verl.trainer.ppo.core_algos",
     "AdvantageEstimator": "verl.trainer.ppo.core_algos",
     "DataProto": "verl",
+    "KVBatchMeta": "transfer_queue",
     "ReplayBuffer": "verl.trainer.ppo.v1.replay_buffer",
     "ReplayBufferAsync": "verl.trainer.ppo.v1.replay_buffer",
     "copy_to_local": "verl.utils.fs",
     "hf_processor": "verl.utils.tokenizer",
+    "kv_batch_put": "transfer_queue",
+    "kv_clear": "transfer_queue",
+    "kv_list": "transfer_queue",
     "list_of_dict_to_tensordict": "verl.utils.tensordict_utils",
     "need_critic": "verl.trainer.ppo.utils",
     "need_reference_policy": "verl.trainer.ppo.utils",
     "register_adv_est": "verl.trainer.ppo.core_algos",
     "upsample_batch_to_divisible_size": "verl.trainer.ppo.padding_utils",
 }
-"""Functions and classes of verl by module. `from rollout_backend.verl.verl_api import NAME` imports them."""
+"""Functions and classes of verl and its TransferQueue by module. `from rollout_backend.verl.verl_api import NAME`
+imports them."""
 
 _CALLS: dict[str, tuple[int, tuple[str, ...]]] = {
     "DataProto": (0, ("batch", "non_tensor_batch", "meta_info")),
+    "KVBatchMeta": (0, ("partition_id", "keys", "tags")),
     "ReplayBuffer.__init__": (1, ("trainer_mode", "sampler_kwargs", "refill_fn", "poll_interval")),
     "ReplayBuffer.sample": (1, ("global_steps", "partition_id", "batch_size")),
     "ReplayBufferAsync.__init__": (1, ("trainer_mode", "sampler_kwargs", "refill_fn", "poll_interval")),
     "ReplayBufferAsync.sample": (1, ("global_steps", "partition_id", "batch_size")),
     "copy_to_local": (1, ("cache_dir", "use_shm")),
     "hf_processor": (1, ("local_files_only",)),
+    "kv_batch_put": (0, ("keys", "partition_id", "fields", "tags")),
+    "kv_clear": (0, ("keys", "partition_id")),
+    "kv_list": (1, ()),
     "list_of_dict_to_tensordict": (1, ()),
     "need_critic": (1, ()),
     "need_reference_policy": (1, ()),
