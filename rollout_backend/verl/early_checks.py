@@ -35,7 +35,7 @@ from rollout_backend.model.serving.local_engine import IMAGE_CACHE
 from rollout_backend.run.checks import preflight
 from rollout_backend.run.checks.capacity import check_engines as check_capacity
 from rollout_backend.run.checks.model import check_parallel
-from rollout_backend.verl.trainer_sizes import check_queue, check_sizes
+from rollout_backend.verl.trainer_sizes import check_padding, check_queue, check_sizes
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version, need_critic, need_reference_policy, root_of
 from rollout_backend.verl.verl_settings import is_asynchronous, max_positions, settings_of
@@ -226,6 +226,8 @@ def check_machine(
     yield from check_loggers(trainer, os.environ)
     if "actor" in root.actor_rollout_ref and not trainer.get("val_only"):
         yield from check_memory(root)
+        rollouts = int(root.data.train_batch_size) * int(root.actor_rollout_ref.rollout.n)
+        yield from check_padding(root, rollouts, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     folder = Path(str(trainer.get("default_local_dir") or ".")).absolute()
     weights = sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors"))
     if trainer.get("save_freq", -1) <= 0 or root.actor_rollout_ref.model.get("lora_rank"):

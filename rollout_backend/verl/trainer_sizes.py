@@ -13,6 +13,9 @@ from rollout_backend.core.check_result import CheckResult, Level
 
 _SEGMENTS = 8
 """Rows of a rollout for which TransferQueue should have room: a rollout has one for each of its segments."""
+_PADDED_BYTES = 93
+"""Memory of verl's trainer for each token of a batch's responses, each padded to the longest, while it computes
+metrics: `benchmarks/large_rows.py` measures it."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -93,6 +96,20 @@ def check_queue(root: Any, batch: int, validation: int | None) -> Iterator[Check
     text += "one each. A group whose rows it refuses is lost: set it to null, which is no limit"
     level: Level = "problem" if most > int(limit) else "warning"
     yield CheckResult(level, "transfer_queue.backend.SimpleStorage.total_storage_size", text)
+
+
+def check_padding(root: Any, rollouts: int, memory: int) -> Iterator[CheckResult]:
+    """Yield a warning if verl's trainer pads the rows of a batch to more bytes than this machine has."""
+    longest = int(root.actor_rollout_ref.rollout.response_length)
+    needed = rollouts * longest * _PADDED_BYTES
+    if not root.trainer.get("use_v1", True) or needed <= memory:
+        return
+    text = (
+        f"verl's trainer pads each row of a batch to the longest: {rollouts:,} responses of {longest:,} tokens take "
+    )
+    text += f"{needed >> 30:,} GiB of the {memory >> 30:,} GiB of this machine, and a rollout has a row per segment. "
+    text += "Lower it or data.train_batch_size, or give the machine of the TaskRunner more memory"
+    yield CheckResult("warning", "data.max_response_length", text)
 
 
 def _check_mini_batch(root: Any, key: str, section: Any) -> Iterator[CheckResult]:

@@ -11,6 +11,7 @@ import pytest
 
 from rollout_backend.config import ModelConfig
 from rollout_backend.verl.early_checks import check_classes, check_engines, check_loggers, check_memory
+from rollout_backend.verl.trainer_sizes import check_padding
 from trainings import verl_settings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -180,6 +181,25 @@ def test_settings_that_need_too_much_memory_are_warned_of(more, base, found):
     results = check_with(check_memory, verl_settings(*more, base=base))
     assert [setting.rpartition(".")[2] for _, setting, _ in results] == found
     assert all(level == "warning" for level, _, _ in results)
+
+
+@pytest.mark.parametrize(
+    ("more", "gib", "found"),
+    [
+        (["data.train_batch_size=512", "data.max_response_length=32768"], 11, ["11 GiB of the 11 GiB"]),
+        (["data.train_batch_size=512", "data.max_response_length=32768"], 12, []),
+        (["data.train_batch_size=64", "data.max_response_length=131072"], 5, ["5 GiB of the 5 GiB"]),
+        (["data.train_batch_size=512", "data.max_response_length=32768", "trainer.use_v1=False"], 1, []),
+    ],
+)
+def test_a_batch_that_verl_pads_to_more_than_the_machines_memory_is_warned_of(more, gib, found):
+    config = verl_settings(f"{ROLLOUT}.n=8", *more)
+    rollouts = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    results = check_with(check_padding, config, rollouts, gib << 30)
+    assert [(level, setting) for level, setting, _ in results] == [("warning", "data.max_response_length")] * len(
+        found
+    )
+    assert all(part in text for part, (_, _, text) in zip(found, results, strict=True))
 
 
 @pytest.mark.parametrize(
