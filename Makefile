@@ -95,7 +95,7 @@ train-smoke: engine verl  ## two steps of a tiny model, on both of verl's traine
 	$(VERL)/bin/python examples/train_arithmetic/train.py --tiny --trainer legacy --work runs/smoke-legacy
 	$(VERL)/bin/python examples/plain_loop/train.py --tiny
 
-bench: engine verl  ## all benchmarks, against other projects: 20 minutes; the tables and a picture are in runs/bench
+bench: engine verl  ## all benchmarks, against other projects: an hour; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
 
 results: engine verl  ## docs/results.md: all experiments again but the long run, against other projects; three hours

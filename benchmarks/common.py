@@ -164,6 +164,12 @@ def resident_bytes(process: str | int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes(process: str | int) -> int:
+    """Return the most memory that a process has had, on Linux."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
 def half_sampled(token_ids: Sequence[int]) -> Segment:
     """Return a segment of one turn, which sampled the second half of its tokens."""
     half = len(token_ids) // 2

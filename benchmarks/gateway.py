@@ -16,11 +16,13 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,8 @@ from rollout_backend.model.serving.server_process import free_port
 SECRET, CONTROL_KEY = "benchmark-" * 4, "controlled-" * 4
 MODEL = "m"
 CONTEXT_LENGTH = 65_536
-TURNS = 8
 CALLS = 2400  # of a scenario without a rate
 SECONDS = 6.0  # of one with a rate
-LIMIT_S = 180.0  # of any
 HISTORIES = 4
 COMMAND = "grep -rn 'def add_argument' --include='*.py' src tests | sort | head -n 40 && sed -n '1,80p' src/parser.py"
 
@@ -57,13 +57,17 @@ class Scenario:
     in_flight: int = 32
     stream: bool = False
     rate: float | None = None
+    turns: int = 8
+    result: int = 64  # tokens of a tool's result
+    results: int = 1  # different ones
+    limit_s: float = 180.0
 
     @property
     def sessions(self) -> int:
         if self.rate is None:
-            return max(self.in_flight, CALLS // TURNS * 2048 // max(2048, self.history))
+            return max(self.in_flight, CALLS // self.turns * 2048 // max(2048, self.history))
         # Enough sessions that each has its answer some time before its next call is due.
-        return max(round(1.5 * self.in_flight), round(self.rate * SECONDS / TURNS))
+        return max(round(1.5 * self.in_flight), round(self.rate * SECONDS / self.turns))
 
     @property
     def latency_s(self) -> float:
@@ -89,13 +93,20 @@ SMOKE = (Scenario(1024, 8), Scenario(1024, 8, stream=True, rate=100))
 class Conversation:
     """The agents' messages and the engine's answers, in tokens of the model."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, scenario: Scenario = Scenario()) -> None:
+        self._scenario = scenario
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         call = json.dumps({"name": "bash", "arguments": {"command": COMMAND}})
         self.reply_ids = self.ids(f"<tool_call>\n{call}\n</tool_call><|im_end|>")
         self._text = inspect.getsource(some_module)
-        self.result = self._cut(self._text[20_000:], 64)
+        starts = range(20_000, 20_000 + 1000 * scenario.results, 1000)
+        self._results = [self._cut(self._text[start:], scenario.result) for start in starts]
         self.rest = {"model": MODEL, "tools": [tool(name) for name in ("bash", "edit", "search", "submit")]}
+
+    def results(self, session: int) -> Iterator[str]:
+        """Return what the tool returns to a session's calls, without an end."""
+        first = session % len(self._results)
+        return itertools.cycle(self._results[first:] + self._results[:first])
 
     def ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -103,12 +114,12 @@ class Conversation:
     def _cut(self, text: str, tokens: int) -> str:
         return str(self._tokenizer.decode(self.ids(text[: 8 * tokens])[:tokens]))
 
-    def history(self, tokens: int, seed: int) -> list[dict[str, Any]]:
-        """Return messages of about `tokens` tokens, less half of those that the calls after the first one add."""
+    def history(self, seed: int) -> list[dict[str, Any]]:
+        """Return the messages of the first call, with which a session's prompts have `history` tokens on average."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self._cut(self._text, 100)}]
         messages.append({"role": "user", "content": f"Task {seed}: {self._cut(self._text[5000:], 100)}"})
-        wanted = tokens - len(self.ids(json.dumps(self.rest))) - 200
-        wanted -= TURNS * (len(self.reply_ids) + 64) // 2
+        wanted = self._scenario.history - len(self.ids(json.dumps(self.rest))) - 200
+        wanted -= self._scenario.turns * (len(self.reply_ids) + self._scenario.result) // 2
         text, i = self._text[1000 * seed :] + self._text * 3, 0
         while wanted > 0:
             result = self._cut(text, min(wanted, 256))
@@ -220,9 +231,13 @@ class System:
         return [sys.executable, "-m", "rollout_backend.model.gateway"]
 
 
-async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:
-    """Raises StartupError if the system does not start, and Unmeasured if it does not do the work."""
-    conversation, cores = Conversation(model), sorted(os.sched_getaffinity(0))
+@contextlib.asynccontextmanager
+async def opened(scenario: Scenario, model: Path, name: str) -> AsyncIterator[tuple[list[Session], int, Path]]:
+    """Serve a system, and yield sessions that call it, its process's id, and its folder.
+
+    Raises StartupError if the system does not start, and Unmeasured if the block does not end in time.
+    """
+    conversation, cores = Conversation(model, scenario), sorted(os.sched_getaffinity(0))
     engine_port, port = free_port(), free_port()
     with kept_folder() as work:
         keys = [f"session-{i}" for i in range(scenario.sessions)]
@@ -238,21 +253,26 @@ async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:
                 pid = await serve(serving(argv, port, log, cores[0], env=system.env, stdin=system.stdin))
             url = f"http://127.0.0.1:{port if argv else engine_port}{system.path}"
             rest = conversation.rest | ({"stream": True} if scenario.stream else {})
-            histories = [conversation.history(scenario.history, seed) for seed in range(HISTORIES)]
+            histories = [conversation.history(seed) for seed in range(HISTORIES)]
             sessions = [
-                Session(url.format(key=key), key, histories[i % HISTORIES], rest, conversation.result)
+                Session(url.format(key=key), key, histories[i % HISTORIES], rest, conversation.results(i))
                 for i, key in enumerate(system.keys)
             ]
             os.sched_setaffinity(0, {cores[-1]})
             try:
-                async with asyncio.timeout(LIMIT_S):
-                    found = await generate(sessions, pid, TURNS, scenario.rate, scenario.in_flight)
+                async with asyncio.timeout(scenario.limit_s):
+                    yield sessions, pid, work
             except TimeoutError:
-                raise Unmeasured(f"the calls were not answered within {LIMIT_S:g} s") from None
+                raise Unmeasured(f"the calls were not answered within {scenario.limit_s:g} s") from None
             except (OSError, ValueError) as error:
                 raise Unmeasured(f"a session could not be opened: {error}") from None
             finally:
                 os.sched_setaffinity(0, cores)
+
+
+async def measure(scenario: Scenario, model: Path, name: str) -> dict[str, Any]:
+    async with opened(scenario, model, name) as (sessions, pid, _):
+        found = await generate(sessions, pid, scenario.turns, scenario.rate, scenario.in_flight)
     took = found.pop("took")
     if scenario.rate is not None:
         cuts = statistics.quantiles([seconds - scenario.latency_s for seconds in took], n=100)

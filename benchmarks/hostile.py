@@ -200,8 +200,10 @@ async def measure(kind: Kind, model: Path, rounds: int) -> dict[str, Any]:
             stdin = json.dumps(answers).encode()
             await serve(serving(engine, engine_port, work / "engine.log", cores[-1], stdin=stdin))
             pid = await serve(serving(argv, port, work / "gateway.log", cores[0], stdin=system.stdin))
-            url, history = f"http://127.0.0.1:{port}{CHAT}", conversation.history(2048, 0)
-            sessions = [Session(url, key, history, conversation.rest, conversation.result) for key in system.keys[1:]]
+            url, history = f"http://127.0.0.1:{port}{CHAT}", conversation.history(0)
+            sessions = [
+                Session(url, key, history, conversation.rest, conversation.results(0)) for key in system.keys[1:]
+            ]
             for session in sessions:
                 await session.call()
             client = [sys.executable, __file__, "--attack", kind.name, url, system.keys[0]]

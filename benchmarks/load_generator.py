@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -58,9 +58,11 @@ class Connection(asyncio.Protocol):
 
 
 class Session:
-    """One conversation. `rest` is a body without its messages, and `result` that of a tool after each reply."""
+    """One conversation. `rest` is a body without its messages, and `results` are those of the tool."""
 
-    def __init__(self, url: str, key: str, history: Sequence[Any], rest: dict[str, Any], result: str) -> None:
+    def __init__(
+        self, url: str, key: str, history: Sequence[Any], rest: dict[str, Any], results: Iterator[str]
+    ) -> None:
         where = urlsplit(url)
         self._where = where.hostname, where.port
         self._head = (
@@ -70,26 +72,35 @@ class Session:
         ).encode()
         self._messages = ",".join(map(_json, history)).encode()
         self._rest = b"]," + _json(rest).encode()[1:]
-        self._result = result
+        self._results = results
         self._connection = Connection()
 
     async def call(self) -> None:
         """Send the conversation, and add the reply and a tool's result to it. Raises ValueError with the status."""
         body = b'{"messages":[' + self._messages + self._rest
-        request = b"%s%d\r\n\r\n%s" % (self._head, len(body), body)
-        try:
-            response = await self._send(request)
-        except ConnectionError:  # closed after it was idle, when the request was on its way: all clients retry
-            response = await self._send(request)
-        if response[9:12] != b"200":
-            raise ValueError(f"HTTP {response[9:12].decode()}")
+        response = await self._send(b"%s%d\r\n\r\n%s" % (self._head, len(body), body))
         reply = _streamed(response) if b"chunked" in response[:500] else _message(response)
         results = [
-            {"role": "tool", "tool_call_id": call["id"], "content": self._result} for call in reply["tool_calls"]
+            {"role": "tool", "tool_call_id": call["id"], "content": next(self._results)}
+            for call in reply["tool_calls"]
         ]
         self._messages += b"," + ",".join(map(_json, [reply, *results])).encode()
 
+    async def fetch_trajectory(self) -> bytes:
+        """Return the response with the sealed trajectory. Raises ValueError with the status."""
+        _, _, rest = self._head.partition(b" HTTP/1.1")
+        return await self._send(b"POST /v1/rollout/trajectory HTTP/1.1" + rest + b"0\r\n\r\n")
+
     async def _send(self, request: bytes) -> bytes:
+        try:
+            response = await self._send_once(request)
+        except ConnectionError:  # closed after it was idle, when the request was on its way: all clients retry
+            response = await self._send_once(request)
+        if response[9:12] != b"200":
+            raise ValueError(f"HTTP {response[9:12].decode()}")
+        return response
+
+    async def _send_once(self, request: bytes) -> bytes:
         if self._connection.transport is None or self._connection.transport.is_closing():
             self._connection = await Connection.open(*self._where)
         return await self._connection.call(request)

@@ -2,8 +2,8 @@
 
     python benchmarks/run_all.py --only collection
 
-It takes some 20 minutes on two cores, and more at the first time, when it installs the rivals. `results.json` has the
-machine, the date, the command of each part, and its figures in `parts`, or the reason why there are none in `failed`.
+It takes about an hour on two cores, and more at the first time, when it installs the rivals. `results.json` has the
+machine, the date and command of each part, and its figures in `parts`, or the reason why there are none in `failed`.
 `docs/make_performance.py` makes a page of it.
 """
 
@@ -25,6 +25,7 @@ PARTS = {  # the environment of each
     "training_step": ".venv-verl",
     "wrapper": ".venv",
     "ceilings": ".venv",
+    "large_step": ".venv-verl",
 }
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -51,6 +52,7 @@ WORK: dict[str, Callable[[Row], str]] = {
     "training_step": lambda row: "a step of the tiny model",
     "wrapper": lambda row: "a container",
     "ceilings": lambda row: "a call",
+    "large_step": lambda row: f"{row['sessions']:,} sessions, {row['turns']} turns",
 }
 COLUMNS = {
     "collection": {
@@ -61,8 +63,22 @@ COLUMNS = {
         "calls_per_s": "calls/s", "cpu_ms": "CPU per call, ms", "added_p50_ms": "added p50, ms",
         "added_p99_ms": "added p99, ms", "session_kib": "KiB per session", "errors": "errors",
     },
+    "large_step": {
+        "tokens": "tokens of a session", "refused": "calls refused",
+        "cpu_ms": "gateway: CPU per call, ms", "early_cpu_ms": "in the first quarter of the turns, ms",
+        "late_cpu_ms": "in the last quarter of the turns, ms", "gateway_mib": "gateway: peak, MiB",
+        "gateway_s": "gateway: all calls and trajectories, s",
+        "journal_kib": "gateway's journal: KiB per session", "trajectory_kib": "trajectory: KiB as JSON",
+        "trajectory_cpu_ms": "gateway: CPU per trajectory, ms",
+        "collect_cpu_ms": "trainer: CPU per result, ms", "collect_mib": "trainer: peak, MiB",
+        "rows_ms": "trainer: CPU per rollout's rows, ms", "put_ms": "TransferQueue's client: CPU per row, ms",
+        "row_bytes": "row: bytes per token", "queue_bytes": "TransferQueue: memory per token, bytes",
+        "advantage_bytes": "verl's advantages: peak per padded token, bytes",
+        "metrics_bytes": "verl's metrics: peak per padded token, bytes", "load": "load average before",
+    },
 }  # fmt: skip
 FIGURES = {"training_step": "part", "wrapper": "figure", "ceilings": "call"}  # where each system has a column
+TURNED = {"large_step"}  # where each work has a column
 FIVE = (  # the summary: part, work, and figure
     ("collection", "512 results at 25/s", "p50_s"),
     ("collection", "1,024 results at once", "cpu_ms"),
@@ -103,6 +119,9 @@ def table(results: Results, part: str) -> Table:
         lines = [[name, *(form(row[name]) if name in row else "" for row in rows)] for name in names]
         return Table((FIGURES[part], *(row["system"] for row in rows)), lines)
     columns = COLUMNS[part]
+    if part in TURNED:
+        lines = [[label, *(shown(row.get(name)) for row in rows)] for name, label in columns.items()]
+        return Table(("figure", *map(WORK[part], rows)), lines)
     lines = [[WORK[part](row), row["system"], *map(shown, map(row.get, columns))] for row in rows]
     return Table(("work", "system", *columns.values()), lines)
 
@@ -154,8 +173,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
     args = parser.parse_args()
     out: Path = args.out.absolute()
-    results: dict[str, Any] = {"date": today(), "machine": machine(), "parts": {}, "failed": {}}
-    results |= {"commands": {}, "seconds": {}}
+    results: dict[str, Any] = {"machine": machine(), "parts": {}, "failed": {}}
+    results |= {"commands": {}, "seconds": {}, "dates": {}}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     with kept_folder():
         for part in args.only:
@@ -170,6 +189,7 @@ def main() -> None:
                 results["failed"][part] = f"ended with {done.returncode}"
             else:
                 results["parts"][part] = json.loads(found.read_text())
+            results["dates"][part] = today()
             results["seconds"][part] = round(time.monotonic() - began)
     write(out / "results.json", results)
     (out / "results.svg").write_text(picture(results))

@@ -1,6 +1,7 @@
 """Write docs/performance.md and docs/performance.svg from docs/performance.json: `python docs/make_performance.py`.
 
-With `--from runs/bench/results.json`, which `make bench` writes, that file becomes docs/performance.json first.
+With `--from runs/bench/results.json`, which `make bench` writes, the parts in that file replace those of
+docs/performance.json first.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ The overhead of a wrapper in an agent's container, without delays of the network
 cold, and on AgentCore each is the first one. Ours fetches the trajectory of 16,000 tokens, and stores it with the
 result; the toolkit's results hold none, and it announces nothing.
 """,
+    "large_step": """\
+A step of thousands of long rollouts, on two cores. All sessions of a gateway process call the model at once, turn by
+turn, with their whole conversations; a turn samples 60 tokens and gets a tool's result of 640. The engine is a stub
+that answers at once. Then the trainer collects as many results, makes their rows, and puts them into TransferQueue.
+verl's trainer pads all rows to the longest response when it computes advantages (`grpo_skip_missing`) and metrics.
+
+The load average is that of other work on the machine before a size began: above 2, seconds say nothing, and CPU times
+are too high.
+""",
     "ceilings": """\
 The emulated AWS must not be the bottleneck. Alone, on one core and without latencies, it reaches:
 """,
@@ -67,6 +77,7 @@ _TITLES = {
     "training_step": "A training step",
     "wrapper": "A container",
     "ceilings": "Ceilings",
+    "large_step": "A large step",
 }
 
 
@@ -78,7 +89,7 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
     yield _HEAD
     yield run_all.summary(results).markdown() + "\n"
     yield "![The figures as bars](performance.svg)\n"
-    yield f"Measured on {results['date']}: {described(results['machine'])}. To repeat it: `make bench`.\n"
+    yield f"Measured on {described(results['machine'])}. To repeat it: `make bench`.\n"
     yield _SUMMARY
     for part in results["parts"]:
         yield f"## {_TITLES[part]}\n"
@@ -89,19 +100,29 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
         yield from (f"- {line}" for line in missing)
         yield ""
     yield "## Commands\n"
-    yield "| part | command | s |\n| --- | --- | --- |"
+    yield "| part | date | command | s |\n| --- | --- | --- | --- |"
     for part, command in results["commands"].items():
-        yield f"| {part} | `{command}` | {results['seconds'][part]} |"
+        yield f"| {part} | {results['dates'][part]} | `{command}` | {results['seconds'][part]} |"
     yield ""
+
+
+def merged(results: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    """Return the results with the parts of `fresh` in place of their earlier figures or failures."""
+    found = {"machine": fresh["machine"]}
+    for name in ("parts", "failed", "commands", "seconds", "dates"):
+        kept = {part: value for part, value in results[name].items() if part not in fresh["commands"]}
+        found[name] = kept | fresh[name]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="source", type=Path, help="results that become docs/performance.json")
+    parser.add_argument("--from", dest="source", type=Path, help="results that replace those of the same parts")
     args = parser.parse_args()
-    if args.source:
-        RESULTS.write_text(args.source.read_text())
     results = json.loads(RESULTS.read_text())
+    if args.source:
+        results = merged(results, json.loads(args.source.read_text()))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(results), encoding="utf-8")
     DRAWING.write_text(run_all.picture(results), encoding="utf-8")
 

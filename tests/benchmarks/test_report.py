@@ -21,3 +21,26 @@ def test_what_has_no_figures_is_named_with_the_reason(load) -> None:
         "other: ended with 1",
         "<rival>, 1,024 results at once: did not end within 400 s",
     ]
+
+
+def test_parts_that_are_measured_again_replace_their_earlier_figures(load) -> None:
+    def measured(date: str, parts: dict[str, list[object]], *failed: str) -> dict[str, object]:
+        names = [*parts, *failed]
+        kinds = {kind: dict.fromkeys(names, date) for kind in ("commands", "seconds", "dates")}
+        return {"machine": date, "parts": parts, "failed": dict.fromkeys(failed, "ended with 1"), **kinds}
+
+    before = measured("monday", {"collection": [1], "gateway": [2]}, "wrapper")
+    found = load("make_performance").merged(before, measured("tuesday", {"wrapper": [3]}, "gateway"))
+
+    assert found["parts"] == {"collection": [1], "wrapper": [3]}
+    assert found["failed"] == {"gateway": "ended with 1"}
+    assert found["dates"] == {"collection": "monday", "wrapper": "tuesday", "gateway": "tuesday"}
+    assert found["machine"] == "tuesday"
+
+
+def test_each_size_of_a_large_step_has_a_column(load) -> None:
+    rows = [{"sessions": n, "turns": 40, "refused": 0, "cpu_ms": 1.5} for n in (1024, 4096)]
+    table = load("run_all").table({"parts": {"large_step": rows}}, "large_step")
+
+    assert table.header == ("figure", "1,024 sessions, 40 turns", "4,096 sessions, 40 turns")
+    assert ["calls refused", "0", "0"] in table.rows
