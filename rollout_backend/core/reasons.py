@@ -9,11 +9,14 @@ SCORER_FAILED = "scorer_failed"
 ARTIFACT_LOST = "artifact_lost"
 NOT_SERVING = "agent_not_serving"
 NOT_SERVING_TEXT = "the file ended without serving: does it call `app.run()`?"
+# With exit code 0 and without a result, before it served or after.
+AGENT_ENDED = "agent_ended"
+OF_THE_AGENT = (NOT_SERVING, AGENT_ENDED)
 
 
 def outcome_without_result(reason: str) -> Outcome:
     """Return the outcome of a rollout whose session was lost for this reason."""
-    return Outcome.AGENT_ERROR if reason == NOT_SERVING else Outcome.INFRA_ERROR
+    return Outcome.AGENT_ERROR if reason in OF_THE_AGENT else Outcome.INFRA_ERROR
 
 
 def what_to_do(reason: str) -> str:
@@ -63,6 +66,7 @@ WHAT_TO_DO = {
     "wrong_clock": "synchronise the clock of the trainer's machine",
     "runtime_not_found": "check `runtime.arn` and `runtime.qualifier`",
     NOT_SERVING: "call `app.run()` at the end of the agent's file; try it with `rollout doctor --agent FILE`",
+    AGENT_ENDED: "call `app.run()` at the end of the agent's file, and call neither `sys.exit` nor `os._exit` in it",
     "container_error": "read the container's log; for AgentCore, check that the image is arm64",
     "container_start_timeout": "use a smaller image; import less before `app.run()`",
     "container_lost": "read the session's log: it may have run out of memory, or something may have blocked its "

@@ -250,7 +250,7 @@ def test_a_run_counts_an_agent_that_never_serves_as_the_agents_error(rollout, co
         path = config({"runtime": runtime, "serving.urls": [engine.url]})
         code, output = rollout("run", path, "--tasks", tasks, "--limit", "1")
     assert code == 3, output
-    assert "failed in the agent, most often agent_not_serving" in output
+    assert "failed in the agent, most often agent_ended" in output
     assert "lost to the infrastructure" not in output
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from agent_wrapper.contract import NO_REWARD, quarantine_prefix
 from rollout_backend.config import CircuitBreakerConfig, RolloutConfig
 from rollout_backend.core.ledger import Ledger, LedgerEntry
-from rollout_backend.core.reasons import NOT_SERVING, SCORER_FAILED, documented_at, what_to_do
+from rollout_backend.core.reasons import OF_THE_AGENT, SCORER_FAILED, documented_at, what_to_do
 
 _WITHOUT_REWARD = frozenset({NO_REWARD, "bad_extras", "bad_reward", "no_model_call"})
 _OF_ONE_IMAGE = "runtime_create_failed"
@@ -61,7 +61,7 @@ class CircuitBreaker:
         if entry.delivered:
             for reason in self._streaks.keys() - (_WITHOUT_REWARD if unrewarded else ()):
                 del self._streaks[reason]
-        lost = entry.lost or entry.reason in (SCORER_FAILED, NOT_SERVING)
+        lost = entry.lost or entry.reason in (SCORER_FAILED, *OF_THE_AGENT)
         if unrewarded or (lost and entry.reason not in _FOR_WANT_OF_ROOM):
             # The original ledger would keep all entries of its step in memory.
             entry = replace(entry, ledger=Ledger(entry.ledger.step, {}))

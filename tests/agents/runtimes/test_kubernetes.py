@@ -96,7 +96,7 @@ async def test_a_container_that_has_exited_keeps_its_log_and_is_reported(bench):
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     bench.containers.started[0].exit(0)
     end = await bench.end()
-    assert (end.session_id, end.reason) == ("rollout-1", "agent_not_serving")
+    assert (end.session_id, end.reason) == ("rollout-1", "agent_ended")
     assert "kubectl logs --namespace rollouts job/rollout-1" in end.message
     await bench.runtime.stop("rollout-1")
     assert bench.cluster.names("jobs") == ["rollout-1"]  # until its ttl
@@ -140,7 +140,7 @@ async def test_containers_that_a_mesh_injects_are_not_taken_for_the_agents(bench
     await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     assert bench.ends == []
     bench.containers.started[0].exit(0)
-    assert (await bench.end()).reason == "agent_not_serving"
+    assert (await bench.end()).reason == "agent_ended"
     await bench.runtime.stop("rollout-1")
     assert bench.cluster.names("jobs") == [], "its other containers would run on"
 

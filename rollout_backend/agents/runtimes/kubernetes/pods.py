@@ -24,7 +24,7 @@ from rollout_backend.agents.runtimes.kubernetes.manifests import (
     SESSION_LABEL,
     label_value,
 )
-from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
+from rollout_backend.core.reasons import AGENT_ENDED
 from rollout_backend.core.session_ends import SessionEnd
 
 _PULL = frozenset(
@@ -128,7 +128,7 @@ def _exit(terminated: Mapping[str, Any]) -> Problem:
             said += ": a task's image must be of Linux with the libc of the Python in runtime.image's folder /agent"
         return Problem("container_error", f"the container could not be started{said}")
     if code == 0:
-        return Problem(NOT_SERVING, f"{NOT_SERVING_TEXT} The container ended with exit code 0{said}")
+        return Problem(AGENT_ENDED, f"the agent ended with exit code 0 and published no result{said}")
     return Problem("container_lost", f"the container ended with exit code {code} and published no result{said}")
 
 

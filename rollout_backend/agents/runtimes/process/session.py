@@ -23,7 +23,7 @@ from rollout_backend.agents.runtimes.process.supervisor import Order, ProcessEnd
 from rollout_backend.base.child_process import describe_sigkill, last_lines, oom_kills
 from rollout_backend.base.logs import report_failure
 from rollout_backend.config import ProcessConfig
-from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
+from rollout_backend.core.reasons import AGENT_ENDED
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, RuntimeCallError, RuntimeUnavailable
 
 _FULL = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
@@ -122,9 +122,9 @@ class ProcessSession:
         """Return the ledger's reason for a session that ended without a result."""
         if self.end is not None and self.end["why"] == "memory":
             return "out_of_memory"
-        # The wrapper exits with 0 only after it has published a result.
         if self.end is not None and self.end["why"] == "ended" and self.end["code"] == 0:
-            return NOT_SERVING
+            # The wrapper exits with 0 only after it has published a result.
+            return AGENT_ENDED
         failed = self.end is None or self.end["code"] != 0
         full = failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES)))
         return "out_of_memory" if full else "container_lost"
@@ -143,8 +143,6 @@ class ProcessSession:
             how = f"it was {describe_sigkill(self._oom_kills, oom_kills())}"
         else:
             how = f"it {describe_exit(end['code'])}"
-        if self.reason() == NOT_SERVING:
-            return f"{NOT_SERVING_TEXT} {how.capitalize()}: {last}"
         return f"{how}: {last}"
 
 
