@@ -38,7 +38,7 @@ from multidict import CIMultiDict
 from rollout_backend.base import local_keys
 from rollout_backend.base.addresses import is_loopback
 from rollout_backend.base.aws.errors import UNSIGNED, is_foreign, log_call, mark_renewable
-from rollout_backend.base.aws.repeated_call import RepeatedCall, Request
+from rollout_backend.base.aws.repeated_call import UNSENT, RepeatedCall, Request
 from rollout_backend.errors import PreflightError
 
 log = logging.getLogger(__name__)
@@ -236,8 +236,9 @@ def _drop_foreign(*, response_dict: dict[str, Any], operation_model: Any, **_: A
 
 
 def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_: Any) -> None:
-    code = str(parsed.get("Error", {}).get("Code", ""))
-    log_call(model.service_model.signing_name, model.name, http_response.status_code, code)
+    if http_response is not UNSENT:
+        code = str(parsed.get("Error", {}).get("Code", ""))
+        log_call(model.service_model.signing_name, model.name, http_response.status_code, code)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import random
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -41,6 +42,7 @@ from rollout_backend.base.aws.errors import CALL_ERRORS, is_foreign, log_call, s
 
 # aiobotocore does not retry these statuses.
 _FINAL = (403, 404)
+_PREPARED = "prepared"
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,15 @@ class _Template:
     scope: tuple[str, str, str]
 
 
-class _Prepared(BaseException):
-    """Raised by botocore's event `before-sign` to return the prepared request without sending it."""
-
-    def __init__(self, event: dict[str, Any]) -> None:
-        super().__init__()
-        self.event = event
-
-
+UNSENT = SimpleNamespace(status_code=200)
+"""The response of a call that `_before_call` ended before it was sent."""
 # Whether the current task prepares a call.
 _preparing: ContextVar[bool] = ContextVar("_preparing", default=False)
 
 
-def _before_sign(**event: Any) -> None:
-    if _preparing.get():
-        raise _Prepared(event)
+def _before_call(*, params: dict[str, Any], request_signer: Any, **_: Any) -> Any:
+    """Answer the event as botocore's Stubber does: with a response and its members. No request is sent."""
+    return (UNSENT, {_PREPARED: (params, request_signer)}) if _preparing.get() else None
 
 
 class RepeatedCall:
@@ -106,8 +102,8 @@ class RepeatedCall:
         self._serializer = create_serializer(service.resolved_protocol, include_validation=False)
         self._parser = create_parser(service.resolved_protocol)
         self._template: _Template | None = None
-        event = f"before-sign.{service.service_id.hyphenize()}.{self._model.name}"
-        client.meta.events.register_last(event, _before_sign, unique_id=event)
+        event = f"before-call.{service.service_id.hyphenize()}.{self._model.name}"
+        client.meta.events.register_last(event, _before_call, unique_id=event)
 
     async def __call__(self, **arguments: Any) -> dict[str, Any]:
         """Return the members of the response's JSON body. For a streamed response, return the stream, which must be
@@ -149,36 +145,30 @@ class RepeatedCall:
         """Return the template, or the answer of a `before-call` hook such as botocore's Stubber: it sends nothing."""
         token = _preparing.set(True)
         try:
-            return await self._call(arguments)
-        except _Prepared as prepared:
-            self._template = await self._make_template(arguments, **prepared.event)
-            return self._template
+            answer = await self._call(arguments)
         finally:
             _preparing.reset(token)
-
-    async def _make_template(
-        self,
-        arguments: dict[str, Any],
-        *,
-        request: Any,
-        signing_name: str,
-        region_name: str,
-        signature_version: str,
-        request_signer: Any,
-        **_: Any,
-    ) -> _Template:
-        given = self._serialized(arguments)
+        if _PREPARED not in answer:
+            return answer
+        request, signer = answer[_PREPARED]
+        given, context = self._serialized(arguments), request["context"]
         # The endpoint's scheme may differ from the client's.
-        scheme = request.context.get("signing", {})
-        service, region = scheme.get("signing_name", signing_name), scheme.get("region", region_name)
-        more = {name: value for name, value in request.headers.items() if name not in given["headers"]}
-        return _Template(
-            endpoint=request.url.partition("?")[0].removesuffix(given["url_path"]),
-            headers={"Host": yarl.URL(request.url).host_port_subcomponent or "", **more},
-            context=request.context,
-            signer=request_signer,
-            scope=(service, region, signature_version),
+        scheme, auth_type = context.get("signing", {}), context.get("auth_type") or "v4"
+        self._template = _Template(
+            endpoint=request["url"].partition("?")[0].removesuffix(given["url_path"]),
+            headers={
+                "Host": yarl.URL(request["url"]).host_port_subcomponent or "",
+                **{name: value for name, value in request["headers"].items() if name not in given["headers"]},
+            },
+            context=context,
+            signer=signer,
+            scope=(
+                scheme.get("signing_name", signer.signing_name),
+                scheme.get("region", signer.region_name),
+                signer.signature_version if auth_type == "v4" else auth_type,
+            ),
         )
+        return self._template
 
     def _serialized(self, arguments: dict[str, Any]) -> Any:
         return self._serializer.serialize_to_request({**self._fixed, **arguments}, self._model)
