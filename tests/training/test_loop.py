@@ -6,28 +6,24 @@ import itertools
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent_wrapper.contract import Outcome, Sampling, Segment
+from agent_wrapper.contract import Sampling
 from agent_wrapper.contract.keys import training_key
 from memory_store import MemoryStore
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, ManifestError, RunHeld, TrainingServiceError
-from rollout_backend.run.accounts.step_report import GroupResult, StepResult
+from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.tinker import TinkerService
-from rollouts import make_rollout, make_turn
 from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
 from tests.emulators.tinker_training import EmulatedTrainer
-
-PROMPT, LENGTH, GROUP = [100, 101], 3, 8
-TASKS = [Task(task_id=f"task-{number}", payload={}) for number in range(4)]
+from tests.training.conftest import GROUP, TASKS, Killed, Sampled, Store, World
 
 
 @pytest.fixture
@@ -56,43 +52,6 @@ def settings(url: str, **changes: Any) -> RolloutConfig:
     )
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class World:
-    """What outlives a process: the bucket, the results in it, and the service. `left` calls with an effect are made
-    before the process is killed."""
-
-    def __init__(self, emulator: TinkerEmulator, left: float = float("inf")) -> None:
-        self.emulator = emulator
-        self.store = MemoryStore("")
-        self.results: dict[tuple[int, str, str], Any] = {}
-        self.sampled = 0
-        self.left = left
-
-    def effect(self) -> None:
-        if self.left <= 0:
-            raise Killed
-        self.left -= 1
-
-    def record(self) -> TrainingRecord:
-        return TrainingRecord.model_validate_json(self.store.objects[training_key("", "run")])
-
-
-class Store(MemoryStore):
-    """A process's client of the bucket."""
-
-    def __init__(self, world: World) -> None:
-        self.config, self.objects, self.failures, self._world = world.store.config, world.store.objects, 0, world
-
-    async def put_if_match(self, key: str, body: bytes, etag: str | None) -> str:
-        self._world.effect()
-        found = await super().put_if_match(key, body, etag)
-        self._world.effect()
-        return found
-
-
 class Service(TinkerService):
     """A process's client of the service. The process can be killed before and after each call that has an effect."""
 
@@ -116,55 +75,6 @@ class Service(TinkerService):
         return found
 
 
-class Sampled:
-    """Rollouts that the emulator's weights sample: each is rewarded for the tokens 1 among its three."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._served = ""
-        self.collected: list[tuple[str, tuple[str, ...], str]] = []
-
-    async def serve_sampler(self, path: str, version: int) -> None:
-        assert path in self._world.emulator.saved
-        self._served = path
-
-    async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
-        assert weights == self._served
-        name = describe_batch(step)[0]
-        self.collected.append((name, tuple(task.task_id for task in tasks), weights))
-        groups = [
-            GroupResult(
-                task=task,
-                rollouts=tuple(self._rollout(step, task, i) for i in range(GROUP)),
-                usable=True,
-                planned=GROUP,
-            )
-            for task in tasks
-        ]
-        rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
-        return StepResult(step, rollouts, tuple(groups), (), SimpleNamespace())  # type: ignore[arg-type]
-
-    def _rollout(self, step: int, task: Task, index: int) -> Any:
-        """Return a rollout, from S3 if these weights have sampled it."""
-        key = (step, f"{task.task_id}.{index}", self._served)
-        if key not in self._world.results:
-            self._world.effect()
-            self._world.sampled += 1
-            policy = self._world.emulator.saved[self._served][1]
-            rng = np.random.default_rng([step, *map(ord, key[1])])
-            tokens, logprobs, _ = policy.sample(PROMPT, {"max_tokens": LENGTH}, rng)
-            turn = make_turn(2, 2 + LENGTH)
-            segment = Segment(
-                token_ids=PROMPT + tokens,
-                response_mask=[0, 0] + [1] * LENGTH,
-                logprobs=[None, None, *logprobs],
-                turns=[turn],
-            )
-            reward = tokens.count(1) / LENGTH
-            self._world.results[key] = make_rollout(key[1], Outcome.COMPLETED, reward=reward, segments=[segment])
-        return self._world.results[key]
-
-
 async def train(world: World, config: RolloutConfig, rollouts: Sampled | None = None, **more: Any) -> TrainingRecord:
     async with Service(world, config) as service:
         loop = TrainingLoop(config, rollouts or Sampled(world), service, Store(world), TASKS, **more)
@@ -174,7 +84,7 @@ async def train(world: World, config: RolloutConfig, rollouts: Sampled | None = 
 async def test_the_reward_rises_and_data_are_the_sampled_tokens(
     emulator: TinkerEmulator, trainer: EmulatedTrainer
 ) -> None:
-    world, config = World(emulator), settings(emulator.url, steps=12)
+    world, config = World(emulator.saved), settings(emulator.url, steps=12)
     rewards, metrics, versions = [], [], []
 
     def on_trained(number: int, result: StepResult, data: Any, found: dict[str, float]) -> None:
@@ -202,9 +112,9 @@ async def test_a_training_killed_between_any_two_effects_resumes(
 ) -> None:
     """Each process is killed after one more effect than the one before it, so a kill follows each effect."""
     config = settings(emulator.url)
-    whole = World(emulator)
+    whole = World(emulator.saved)
     expected = await train(whole, config)
-    world = World(emulator)
+    world = World(emulator.saved)
     for effects in itertools.count(1):
         world.left = effects
         try:
@@ -225,9 +135,9 @@ async def test_a_training_killed_between_any_two_effects_resumes(
 @pytest.mark.slow
 async def test_each_single_kill_leaves_the_same_weights(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
     config = settings(emulator.url, steps=1)
-    expected = await train(World(emulator), config)
+    expected = await train(World(emulator.saved), config)
     for effects in itertools.count():
-        world = World(emulator, left=effects)
+        world = World(emulator.saved, left=effects)
         try:
             await train(world, config)
             break
@@ -243,7 +153,7 @@ async def test_each_single_kill_leaves_the_same_weights(emulator: TinkerEmulator
 async def test_evaluations_have_their_steps_and_are_not_repeated(
     emulator: TinkerEmulator, trainer: EmulatedTrainer
 ) -> None:
-    world, config = World(emulator), settings(emulator.url, evaluate_every=2)
+    world, config = World(emulator.saved), settings(emulator.url, evaluate_every=2)
     rollouts = Sampled(world)
     held_out = [Task(task_id="held-out", payload={})]
     evaluated: list[int] = []
@@ -273,7 +183,7 @@ async def test_a_step_without_spread_trains_nothing(emulator: TinkerEmulator, tr
     logits = np.full((7, 6), -50.0)
     logits[:, 1] = 50.0
     emulator.policies["tiny"] = TabularPolicy(range(6), logits)
-    world = World(emulator)
+    world = World(emulator.saved)
     record = await train(world, settings(emulator.url))
     assert record.trained == 3
     assert trainer.data == []
@@ -283,7 +193,7 @@ async def test_faults_of_the_service_repeat_a_step_from_its_checkpoint(
     emulator: TinkerEmulator, trainer: EmulatedTrainer
 ) -> None:
     config = settings(emulator.url, steps=1)
-    expected = await train(World(emulator), config)
+    expected = await train(World(emulator.saved), config)
 
     class Failing(Service):
         failures = 2
@@ -294,14 +204,14 @@ async def test_faults_of_the_service_repeat_a_step_from_its_checkpoint(
                 raise TrainingServiceError("503")
             return await super().save(name, keep=keep)
 
-    world = World(emulator)
+    world = World(emulator.saved)
     async with Failing(world, config) as service:
         record = await TrainingLoop(config, Sampled(world), service, Store(world), TASKS).run()
     assert trainer.history(record.state) == trainer.history(expected.state)
 
 
 async def test_a_second_trainer_stops(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
-    world, config = World(emulator), settings(emulator.url)
+    world, config = World(emulator.saved), settings(emulator.url)
 
     class Overtaken(Sampled):
         async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
@@ -328,7 +238,7 @@ async def test_a_second_trainer_stops(emulator: TinkerEmulator, trainer: Emulate
 async def test_settings_that_the_service_refuses_are_named(
     emulator: TinkerEmulator, trainer: EmulatedTrainer, changes: dict[str, Any], message: str
 ) -> None:
-    world = World(emulator)
+    world = World(emulator.saved)
     with pytest.raises(ConfigError, match=message):
         await train(world, settings(emulator.url, **changes))
     assert changes == {"loss": "cispo"} or not world.sampled
@@ -386,11 +296,11 @@ async def test_a_wrong_key_is_refused(emulator: TinkerEmulator, monkeypatch: pyt
     for key, message in (("tml-other", "refuses the key in TINKER_API_KEY"), ("", "TINKER_API_KEY is not set")):
         monkeypatch.setenv("TINKER_API_KEY", key)
         with pytest.raises(ConfigError, match=message):
-            await train(World(emulator), settings(emulator.url))
+            await train(World(emulator.saved), settings(emulator.url))
 
 
 async def test_a_record_of_other_settings_is_refused(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
-    world = World(emulator)
+    world = World(emulator.saved)
     await train(world, settings(emulator.url, steps=1))
     with pytest.raises(ConfigError, match="rank 8, and the settings have 'tiny' with rank 4"):
         await train(world, settings(emulator.url, rank=4))
