@@ -159,6 +159,8 @@ class TrainingLoop:
             record = await self._write(self._record(trained=0, saved=saved))
         elif record.trained < self._settings.steps:
             log.info("resuming after step %d", record.trained)
+        if record.trained >= self._settings.steps and not self._evaluation_due(record):
+            return record
         await self._serve(record)
         record = await self._evaluate(record)
         while record.trained < self._settings.steps:
@@ -196,14 +198,18 @@ class TrainingLoop:
 
     async def _evaluate(self, record: TrainingRecord) -> TrainingRecord:
         """Collect the held-out tasks with the record's weights, if they are due and were not."""
-        every, number = self._settings.evaluate_every, record.trained
-        due = every is not None and (number % every == 0 or number >= self._settings.steps)
-        if not due or record.evaluated >= number:
+        if not self._evaluation_due(record):
             return record
+        number = record.trained
         step = batch_number(number, validate=True, position=0)
         result = await self._rollouts.collect(self._held_out, step=step, weights=record.sampler)
         self._on_evaluated(number, result)
         return await self._write(record.model_copy(update={"evaluated": number}))
+
+    def _evaluation_due(self, record: TrainingRecord) -> bool:
+        every, number = self._settings.evaluate_every, record.trained
+        due = every is not None and (number % every == 0 or number >= self._settings.steps)
+        return due and record.evaluated < number
 
     def _tasks_of(self, number: int) -> list[Task]:
         """Return the tasks of a step, which follow from its number alone: an epoch has each task once."""
