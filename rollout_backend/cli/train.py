@@ -48,7 +48,7 @@ async def train(
     """Train a LoRA adapter on a training service, whose weights also answer the agents' model calls.
 
     The section `training_service` names the service and the steps. No engine and no GPU is needed: the settings of
-    `serving` are not used. The key is TINKER_API_KEY in the environment.
+    `serving` are not used. The key of Tinker's API is TINKER_API_KEY in the environment.
 
     To resume a training that was killed or interrupted, run the same command with the same run_id.
 
@@ -62,7 +62,7 @@ async def train(
     from rollout_backend.run.collect.store import ResultStore
     from rollout_backend.training.loop import TrainingLoop
     from rollout_backend.training.sampling_server import SamplingServer, ServiceRollouts
-    from rollout_backend.training.tinker import TinkerService
+    from rollout_backend.training.service import service_of
     from rollout_backend.views.page.report import try_to_write_report
 
     output = run_output(quiet, verbose, False)
@@ -95,7 +95,7 @@ async def train(
             f"evaluation after step {number}: {mean_reward(result.rollouts)}, {len(result.rollouts)} rollouts"
         )
 
-    async with TinkerService(section) as service, SamplingServer(service, str(settings.model.path)) as server:
+    async with service_of(settings) as service, SamplingServer(service, str(settings.model.path)) as server:
         serving = settings.serving.model_copy(update={"urls": (server.url,)})
         manager = RolloutManager(
             settings.model_copy(update={"serving": serving}),

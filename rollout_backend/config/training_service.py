@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rollout_backend.config.section import HttpUrl, Seconds, Section
+from rollout_backend.config.section import HttpUrl, Seconds, Section, matching
+
+if TYPE_CHECKING:
+    from rollout_backend.config.rollout import RolloutConfig
 
 EstimatorName = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "opo", "grpo_passk"]
 
 
-class TrainingServiceConfig(Section):
-    """How `rollout train` trains on a service with Tinker's API. See [training-services.md](training-services.md)."""
+_HUB_MODEL = r"arn:aws[a-z-]*:sagemaker:([a-z0-9-]+):(\d{12}|aws):hub-content/[\w-]+/Model/[\w-]+(/\d+\.\d+\.\d+)?"
+# The service's limits: it would refuse other values at the first training step, after its rollouts.
+_SAGEMAKER_LIMITS = {
+    "rank": (1, 256),
+    "learning_rate": (0, 0.01),
+    "beta1": (0, 0.999999),
+    "beta2": (0, 0.999999),
+    "eps": (1e-16, 0.01),
+    "weight_decay": (0, 1),
+    "grad_clip_norm": (0, 100),
+}
+_SAGEMAKER_LOSS_OPTIONS = {"clip_low_threshold": (0, 1), "clip_high_threshold": (1, 10)}
 
+
+class SageMakerConfig(Section):
+    """The training sessions of `kind: sagemaker`. Region and credentials are those of `aws`."""
+
+    role_arn: Annotated[str, matching(r"arn:aws[a-z-]*:iam::\d{12}:role/\S+", "the ARN of a role")]
+    """Role that the session assumes, with AWS's policy `AmazonSageMakerTrainingSessionFullAccess`."""
+    model_package_group_arn: Annotated[
+        str,
+        matching(
+            r"arn:aws[a-z-]*:sagemaker:[a-z0-9-]+:\d{12}:model-package-group/\S+", "a model package group's ARN"
+        ),
+    ]
+    """Model package group in `aws.region`, in which each checkpoint becomes a version."""
+    output: Annotated[str, matching(r"s3://[^/\s]+(/\S*)?", "an S3 URI")]
+    """Where the session writes checkpoints. Choose a prefix that no lifecycle rule empties."""
+    alpha: int = Field(default=64, ge=1)
+    """LoRA's scaling factor."""
+    accept_eula: bool = False
+    """Accept the licence of a gated model."""
+
+
+class TrainingServiceConfig(Section):
+    """How `rollout train` trains on a service. See [training-services.md](training-services.md)."""
+
+    kind: Literal["tinker", "sagemaker"] = "tinker"
+    """`tinker`: a service with Tinker's API. `sagemaker`: training sessions of SageMaker AI."""
+    sagemaker: SageMakerConfig | None = None
+    """What `kind: sagemaker` needs."""
     base_url: HttpUrl | None = None
-    """URL of the service. Default: that of Thinking Machines. The key is `TINKER_API_KEY` in the environment."""
+    """URL of the service. Default: that of Thinking Machines, or of AWS in `aws.region`. The key of `kind: tinker` is
+    `TINKER_API_KEY` in the environment."""
     base_model: str
-    """Name of the base model on the service. `model.path` must hold its tokenizer."""
+    """Name of the base model on the service; with `kind: sagemaker`, its ARN in SageMaker's hub. `model.path` must
+    hold its tokenizer."""
     rank: int = Field(default=32, ge=1)
     """Rank of the LoRA adapter that is trained."""
     steps: int = Field(default=100, ge=1)
@@ -51,7 +95,7 @@ class TrainingServiceConfig(Section):
     """Optimizer steps in each training step, each on an equal share of its groups."""
     keep_every: int = Field(default=10, ge=1)
     """Every this many steps, and after the last, the service keeps the weights for ever. Those of other steps, from
-    which a killed run resumes, expire after 30 days."""
+    which a killed run resumes, expire after 30 days. SageMaker keeps all until you delete their model packages."""
     evaluate_every: int | None = Field(default=None, ge=1)
     """Collect the tasks of `--held-out` before the first step, every this many steps, and after the last. Default:
     never."""
@@ -60,3 +104,35 @@ class TrainingServiceConfig(Section):
     retry_s: Seconds = 3600.0
     """Time for which a training step is repeated while the service fails or does not answer. Then the run stops, and
     can be resumed."""
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> Self:
+        if self.kind == "tinker":
+            if self.sagemaker is not None:
+                raise ValueError("sagemaker is for kind: sagemaker: leave it out, or set kind")
+            return self
+        if self.sagemaker is None:
+            raise ValueError("kind: sagemaker needs the section sagemaker, with role_arn, output and the group's ARN")
+        if not re.fullmatch(_HUB_MODEL, self.base_model):
+            raise ValueError(
+                f"base_model {self.base_model!r} is no ARN of a model in SageMaker's hub, "
+                "arn:aws:sagemaker:REGION:aws:hub-content/SageMakerPublicHub/Model/NAME"
+            )
+        if unknown := self.loss_options.keys() - _SAGEMAKER_LOSS_OPTIONS:
+            raise ValueError(f"SageMaker has no loss_options {', '.join(sorted(unknown))}")
+        values = {name: getattr(self, name) for name in _SAGEMAKER_LIMITS} | self.loss_options
+        for name, (low, high) in (_SAGEMAKER_LIMITS | _SAGEMAKER_LOSS_OPTIONS).items():
+            if name in values and not low <= values[name] <= high:
+                raise ValueError(f"SageMaker accepts a {name} from {low} to {high}, not {values[name]}")
+        return self
+
+    def check_run(self, run: RolloutConfig) -> None:
+        if self.sagemaker is None:
+            return
+        group = self.sagemaker.model_package_group_arn
+        for name, arn in (("base_model", self.base_model), ("sagemaker.model_package_group_arn", group)):
+            if (region := arn.split(":")[3]) != run.aws.region:
+                raise ValueError(
+                    f"training_service.{name} is in {region}, and aws.region is {run.aws.region}: sessions need both "
+                    "in one region"
+                )

@@ -26,7 +26,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TrainingServiceError
 from rollout_backend.manager import RolloutManager
 from rollout_backend.run.accounts.step_report import StepResult
-from rollout_backend.training.tinker import Sampler, TinkerService
+from rollout_backend.training.service import Sampler, TrainingService
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _UNSUPPORTED = ("image_data", "lora_path", "return_routed_experts")
 class SamplingServer:
     """An async context manager. `url` is the server's, for `serving.urls`."""
 
-    def __init__(self, service: TinkerService, model_path: str) -> None:
+    def __init__(self, service: TrainingService, model_path: str) -> None:
         self.url = ""
         self._service = service
         self._model_path = model_path

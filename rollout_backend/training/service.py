@@ -10,9 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ from rollout_backend.core.advantages import ESTIMATORS, advantages_of
 from rollout_backend.core.rows import Row, mask_group, rows_of
 from rollout_backend.run.accounts.step_report import StepResult
 
+Sampler = NewType("Sampler", object)
+"""A service's handle of one set of weights."""
 # The service's context already limits what was sampled.
 _ANY_LENGTH = 2**31 - 1
 
@@ -130,3 +133,26 @@ class TrainingService(Protocol):
     async def save(self, name: str, *, keep: bool) -> Checkpoint:
         """Save the model. With `keep`, the checkpoint does not expire."""
         ...
+
+    async def sampler(self, path: str) -> Sampler:
+        """Return a handle of saved weights."""
+        ...
+
+    async def sample(
+        self, sampler: Sampler, prompt: Sequence[int], params: Mapping[str, Any]
+    ) -> tuple[list[int], list[float], str]:
+        """Return the tokens of one sequence, their logprobs, and why it ended: `stop` or `length`.
+
+        `params` has Tinker's names: `max_tokens`, `temperature`, `top_p`, `top_k`, `seed`, and `stop`, token ids.
+        """
+        ...
+
+
+def service_of(config: RolloutConfig) -> AbstractAsyncContextManager[TrainingService]:
+    """Return the service that `training_service.kind` names. Enter it before use."""
+    from rollout_backend.training.sagemaker import SageMakerService
+    from rollout_backend.training.tinker import TinkerService
+
+    settings = config.training_service
+    assert settings is not None
+    return SageMakerService(config) if settings.kind == "sagemaker" else TinkerService(settings)

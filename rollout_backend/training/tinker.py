@@ -11,14 +11,12 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NewType, Self
+from typing import Any, Self
 
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.training.service import Checkpoint, Datum
+from rollout_backend.training.service import Checkpoint, Datum, Sampler
 
-Sampler = NewType("Sampler", object)
-"""The SDK's client of one set of weights."""
 KEY_VARIABLE = "TINKER_API_KEY"
 _EXPIRES_S = 30 * 86_400
 

@@ -9,9 +9,11 @@ import functools
 import importlib
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
@@ -50,6 +52,8 @@ _USABLE_S = 60
 _RENEWAL_S = 60.0
 # botocore's names of the sources that cannot change while this process runs.
 _FIXED_SOURCES = ("env", "explicit")
+# Services and operations that are newer than the botocore that aioboto3 pins, from botocore 1.44.8.
+_NEWER_SERVICES = str(Path(__file__).parent / "service_models")
 # A large body may take longer than a small one.
 _SLOWEST_BYTES_PER_S = 1024**2
 
@@ -245,7 +249,7 @@ def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_:
 def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
     """Cache botocore's service models; loading one takes 0.3 s. `newer` is a service and its newer fields in JSON."""
     # Clients are created from the models that the loader has cached.
-    loader = create_loader(data_path)
+    loader = create_loader(os.pathsep.join([*filter(None, [data_path]), _NEWER_SERVICES]))
     if newer is not None:
         service, fields = newer
         deep_merge(loader.load_service_model(service, "service-2"), json.loads(fields))
