@@ -82,18 +82,19 @@ def check_sizes(root: Any, longest: int, trains_critic: bool, has_reference: boo
 def check_queue(root: Any, batch: int, validation: int | None) -> Iterator[CheckResult]:
     """Yield whether TransferQueue has room for the rows of a batch. A group whose rows it refuses is lost.
 
-    `batch` and `validation` are the numbers of rollouts; None: not known.
+    An asynchronous trainer requests batches ahead, which are in the queue together. `batch` and `validation` are the
+    numbers of rollouts; None: not known.
     """
     queue: Any = (root.get("transfer_queue") or {}).get("backend") or {}
     if not root.trainer.get("use_v1", True) or queue.get("storage_backend") != "SimpleStorage":
         return
+    trainer = root.trainer.get("v1") or {}
+    batch *= 1 + int((trainer.get(trainer.get("trainer_mode")) or {}).get("num_warmup_batches") or 0)
     limit, most = queue.SimpleStorage.get("total_storage_size"), max(batch, validation or 0)
     if limit is None or int(limit) >= max(batch * _SEGMENTS, validation or 0):
         return
-    text = (
-        f"TransferQueue holds {int(limit):,} rows, and {most:,} rollouts of a batch have a row per segment, at least "
-    )
-    text += "one each. A group whose rows it refuses is lost: set it to null, which is no limit"
+    text = f"TransferQueue holds {int(limit):,} rows, and {most:,} rollouts that are in it together have a row per "
+    text += "segment, at least one each. A group whose rows it refuses is lost: set it to null, which is no limit"
     level: Level = "problem" if most > int(limit) else "warning"
     yield CheckResult(level, "transfer_queue.backend.SimpleStorage.total_storage_size", text)
 

@@ -111,6 +111,12 @@ def test_sizes_that_end_verls_first_update_are_found_before_it(more, base, found
         (["data.train_batch_size=512"], 0, None),
         (["data.train_batch_size=2048"], 0, ("warning", "100,000 rows, and 16,384 rollouts")),
         (["data.train_batch_size=16384"], 0, ("problem", "100,000 rows, and 131,072 rollouts")),
+        (["data.train_batch_size=1024"], 0, None),
+        (
+            ["data.train_batch_size=1024", "trainer.v1.trainer_mode=separate_async"],
+            0,
+            ("warning", "100,000 rows, and 16,384 rollouts"),
+        ),
         (["data.train_batch_size=16384", f"{QUEUE}=null"], 0, None),
         (["data.train_batch_size=16384", "trainer.use_v1=False"], 0, None),
         (
