@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -19,9 +21,13 @@ from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 
 # Rendering threads would otherwise hold the GIL for 5 ms while the event loop waits.
 _SWITCH_S = 0.001
+# glibc's options, and the values that `return_freed_memory` gives them: a large block never fits into the padding.
+_M_TOP_PAD, _M_MMAP_THRESHOLD = -2, -3
+_PADDING_BYTES, _LARGE_BYTES = 32 * 1024, 64 * 1024
 
 
 def main() -> None:
+    return_freed_memory()
     configure_logs(logging.INFO, collapse=True)
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
@@ -32,6 +38,18 @@ def main() -> None:
     exempt_loaded_objects()
     sys.setswitchinterval(_SWITCH_S)
     uvicorn.run(app, **server_options(settings))
+
+
+def return_freed_memory() -> None:
+    """Let glibc return each freed block of 64 KiB or more to the system, such as the bodies of requests.
+
+    By default it raises that size with the blocks that are freed, and keeps smaller ones between those in use:
+    sessions with 32,000 tokens took 1.2 MiB each instead of .5.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TOP_PAD, _PADDING_BYTES)
 
 
 def server_options(settings: GatewaySettings) -> dict[str, Any]:

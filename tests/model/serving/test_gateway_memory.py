@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,3 +64,31 @@ async def test_closed_sessions_use_no_memory(start_fleet, claims):
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (FEW + MANY, 0, FEW + MANY)
     start, few, many = sizes
     assert many - few < few - start, f"{(many - few) / MANY:.0f} bytes of each session stay"
+
+
+_FREE_BLOCKS = """
+import os, sys
+from pathlib import Path
+from rollout_backend.model.gateway.__main__ import return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+if sys.argv[1] == "return":
+    return_freed_memory()
+before, small, large = resident(), [], []
+for _ in range(1000):
+    large.append(b"x" * 100_000)
+    small.append(b"x" * 20_000)
+large.clear()
+print((resident() - before) // 10**6)
+"""
+
+
+def test_large_blocks_that_are_freed_between_small_ones_are_returned_to_the_system():
+    found = {}
+    for kind in ("keep", "return"):
+        argv = [sys.executable, "-c", _FREE_BLOCKS, kind]
+        found[kind] = int(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
+    assert found["return"] <= 25
+    assert found["keep"] >= 80
