@@ -249,7 +249,10 @@ def _classify_value(value: object) -> AgentResult:
                 if "reward" not in value:
                     raise ValueError(f"the agent returned a dict without 'reward' (it has {sorted(map(str, value))})")
                 reward = finite_number(value["reward"])
-                turn_rewards = _turn_rewards(value.get("turn_rewards", ()))
+                given = value.get("turn_rewards", ())
+                if not isinstance(given, Iterable) or isinstance(given, str):
+                    raise ValueError(f"turn_rewards is {short(given)}, not a list of numbers")  # noqa: TRY004
+                turn_rewards = tuple(finite_number(each) for each in given)
             else:
                 reward = finite_number(value)
             check_rewards(reward, turn_rewards)
@@ -263,12 +266,6 @@ def _classify_value(value: object) -> AgentResult:
     except Exception as error:
         return failed(Outcome.AGENT_ERROR, "bad_extras", f"{_said(error)}; return JSON values, numbers or arrays")
     return replace(result, extras=extras)
-
-
-def _turn_rewards(value: object) -> tuple[float, ...]:
-    if not isinstance(value, Iterable) or isinstance(value, str):
-        raise ValueError(f"turn_rewards is {short(value)}, not a list of numbers")  # noqa: TRY004
-    return tuple(finite_number(each) for each in value)
 
 
 # --- what the agent raised --------------------------------------------------------------------------------
@@ -314,7 +311,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
     classes = type(error).__mro__
     from_sdk = any(cls.__name__ in SDK_ERRORS for cls in classes) or classes[0].__name__ == "APIError"
-    transport = any((_library(cls), cls.__name__) in _TRANSPORT_ERRORS for cls in classes)
+    # httpx2 counts as httpx, and httpcore2 as httpcore.
+    names = ((cls.__module__.partition(".")[0].rstrip("0123456789"), cls.__name__) for cls in classes)
+    transport = any(name in _TRANSPORT_ERRORS for name in names)
     status = next((found for path in _STATUS if isinstance(found := _attribute(error, *path), int)), 0)
     if not (from_sdk or transport or status in (408, 410, 429) or status >= 500):
         return False
@@ -322,11 +321,6 @@ def _is_model_unavailable(error: BaseException, base_url: str) -> bool:
     if url is not None:
         return _server(str(url)) == _server(base_url)
     return from_sdk or (_attribute(error, "host"), _attribute(error, "port")) == _server(base_url)
-
-
-def _library(cls: type) -> str:
-    # httpx2 counts as httpx, and httpcore2 as httpcore.
-    return cls.__module__.partition(".")[0].rstrip("0123456789")
 
 
 def _server(url: str) -> tuple[str | None, int] | None:

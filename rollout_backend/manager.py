@@ -23,7 +23,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -36,7 +36,7 @@ from rollout_backend.base.garbage_collection import rare_full_collections
 from rollout_backend.base.local_keys import bypass_proxies
 from rollout_backend.base.logs import log_fields, report_failure
 from rollout_backend.base.retry import log_retry, repeat, retry_until
-from rollout_backend.base.tracing import Span, SpanSender
+from rollout_backend.base.tracing import SpanSender
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
@@ -234,7 +234,17 @@ class RolloutManager:
             if self._metrics is not None:
                 self._metrics.end_step(step, records)
             if self._traces is not None:
-                spans = _spans(self.config.run_id, step, records)
+                results = {rollout.rollout_id: rollout for rollout in step.results.received}
+                spans = (
+                    span
+                    for each in records
+                    for span in rollout_spans(
+                        self.config.run_id,
+                        each,
+                        results.get(each.rollout_id),
+                        step.results.deliveries.get(each.rollout_id),
+                    )
+                )
                 # This takes 0.6 s for 4,000 rollouts.
                 await asyncio.to_thread(self._traces.send, spans)
         except Exception:
@@ -572,14 +582,6 @@ def _end_state(error: BaseException | None) -> RunState:
     if error is None:
         return "ended"
     return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-
-
-def _spans(run_id: str, step: Step, records: Iterable[RolloutRecord]) -> Iterator[Span]:
-    """Yield the spans of a step's rollouts."""
-    results = {rollout.rollout_id: rollout for rollout in step.results.received}
-    for record in records:
-        rollout_id = record.rollout_id
-        yield from rollout_spans(run_id, record, results.get(rollout_id), step.results.deliveries.get(rollout_id))
 
 
 def _blocking(

@@ -266,18 +266,12 @@ def exit_codes() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _OF_THE_MACHINE:
             raise
-        _print_error(_explain(error))
+        place = f"{error.filename}: " if error.filename else ""
+        _print_error(f"{place}{error.strerror}. {_OF_THE_MACHINE[error.errno]}")
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("interrupted; everything that was started is stopped")
         raise typer.Exit(130) from None
-
-
-def _explain(error: OSError) -> str:
-    """Describe an error of the machine, such as a full disk, and what to do about it."""
-    assert error.errno is not None
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror}. {_OF_THE_MACHINE[error.errno]}"
 
 
 def _print_error(error: object) -> None:

@@ -161,7 +161,10 @@ def rows_of(
             pieces.append((segment, cut, turn_rewards))
         else:
             without_row += turn_rewards
-    if experts is not None and not all(_is_routed(segment, experts) for segment, _, _ in pieces):
+    routed = (segment.routed_experts for segment, _, _ in pieces)
+    if experts is not None and not all(
+        each is not None and (each.layers, each.topk) == (experts.layers, experts.topk) for each in routed
+    ):
         return Rows(masked="routed_experts")
     rows = []
     moved = np.count_nonzero(without_row) if pieces else 0
@@ -220,11 +223,6 @@ def _turn_scores(segment: Segment, cut: _Cut, turn_rewards: Sequence[float]) -> 
         scores[place - cut.start] += reward
         own += reward != 0 and turn.start <= place < turn.end
     return scores, own
-
-
-def _is_routed(segment: Segment, shape: ExpertShape) -> bool:
-    found = segment.routed_experts
-    return found is not None and (found.layers, found.topk) == (shape.layers, shape.topk)
 
 
 def _routed(segment: Segment, cut: _Cut) -> NDArray[np.int16]:

@@ -80,14 +80,12 @@ class AbandonedWeights:
                 version = number_of(span.version)
                 if version is not None:
                     if version < before:
-                        restarts = self._next_trainer(version, restarts)
+                        # The next trainer that can have served the version.
+                        later = range(restarts + 1, len(self.checkpoints))
+                        can_serve = (n for n in later if self.checkpoints[n - 1] <= version)
+                        restarts = next(can_serve, len(self.checkpoints))
                     label = renumbered(span.version, self.equivalent(version, restarts))
                     span, before = replace(span, version=label), version
                 spans.append(span)
             turns.append(replace(turn, weight_versions=tuple(spans)))
         return segment.model_copy(update={"turns": tuple(turns)})
-
-    def _next_trainer(self, version: int, restarts: int) -> int:
-        """Return the number of restarts before the next trainer that can have served a version."""
-        later = range(restarts + 1, len(self.checkpoints))
-        return next((n for n in later if self.checkpoints[n - 1] <= version), len(self.checkpoints))

@@ -135,7 +135,9 @@ class SamplingServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         sampler, version = self._sampler, str(self._version)
-        if _is_probe(body):
+        params = body["sampling_params"]
+        # A gateway, or the check of the engine, asks for any token. No trained call has temperature 0.
+        if body["input_ids"] == [0] and (params.get("max_new_tokens"), params.get("temperature")) == (1, 0):
             # A sample would cost money. An answer would say that calls without one are lost.
             await self._idle.wait()
             reply = _reply(body, [0], [-0.5], "length", version)
@@ -159,12 +161,6 @@ class SamplingServer:
         with contextlib.suppress(ConnectionError):
             await stream.write(f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n".encode())
         return stream
-
-
-def _is_probe(body: Mapping[str, Any]) -> bool:
-    """Return whether a gateway, or the check of the engine, asks for any token. No trained call has temperature 0."""
-    params = body["sampling_params"]
-    return body["input_ids"] == [0] and (params.get("max_new_tokens"), params.get("temperature")) == (1, 0)
 
 
 def _service_params(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class HTTPSession(AIOHTTPSession):
 
         Raises ReadTimeoutError if there is no response in time, even if the service takes the body byte by byte.
         """
-        limit_s = self.limit_s + _length(request) / _SLOWEST_BYTES_PER_S
+        length = request.headers.get("X-Amz-Decoded-Content-Length") or request.headers.get("Content-Length") or 0
+        limit_s = self.limit_s + int(length) / _SLOWEST_BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
                 return await super().send(request)
@@ -210,11 +211,6 @@ def _builtin_handlers() -> AioHierarchicalEmitter:
     # With `Expect: 100-continue`, aiohttp waits for the 100 without a limit, and a small write takes twice as long.
     handlers.unregister("before-call.s3", add_expect_header)
     return handlers
-
-
-def _length(request: Any) -> int:
-    headers = request.headers
-    return int(headers.get("X-Amz-Decoded-Content-Length") or headers.get("Content-Length") or 0)
 
 
 def _timestamp(sent: Any) -> datetime:

@@ -267,7 +267,8 @@ class StreamingParser:
             return []
         added = self._added.intersection(self._text.last)
         self._names |= {self._bundle.decode([token]) for token in added}
-        self._stale |= bool(added) or _has_marker(self._tail, text)
+        marked = (found.end() > len(self._tail) for found in _ANY_MARKER.finditer(self._tail + text))
+        self._stale |= bool(added) or any(marked)
         self._tail = (self._tail + text)[-_LONGEST + 1 :]
         self._marked = self._stale
         if self._stale or self._channel is None:
@@ -424,11 +425,6 @@ class _GrowingText:
         self.last = self._ids[self.read :]
         self._before, self.read = self.read, len(self._ids)
         return text[len(known) :]
-
-
-def _has_marker(tail: str, text: str) -> bool:
-    """Return whether a marker ends in `text`, which follows `tail`."""
-    return any(found.end() > len(tail) for found in _ANY_MARKER.finditer(tail + text))
 
 
 def _open_marker(text: str) -> int:

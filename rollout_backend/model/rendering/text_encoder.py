@@ -185,7 +185,8 @@ def _stages(tokenizer: Any) -> list[re.Pattern[str]] | None:
         return None
     if any(_CUT.search(token.content) for token in added):
         return None
-    steps = _steps(_state(backend.pre_tokenizer))
+    splitting = _state(backend.pre_tokenizer)
+    steps = splitting["pretokenizers"] if splitting.get("type") == "Sequence" else [splitting]
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1]["add_prefix_space"]:
         return None
     try:
@@ -203,10 +204,6 @@ def _keeps_ascii(normalizer: Mapping[str, Any]) -> bool:
     if normalizer.get("type") == "Sequence":
         return all(map(_keeps_ascii, normalizer["normalizers"]))
     return normalizer.get("type") in (None, "NFC")
-
-
-def _steps(pre_tokenizer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
 
 
 def _pattern_of(step: Mapping[str, Any]) -> str:

@@ -209,11 +209,8 @@ class RunArchive:
 
     def write_tasks(self, step: int, tasks: Sequence[Task]) -> None:
         """Write the tasks of a step as a task file."""
-        self.submit(self._write_tasks, self.tasks_file(step), tasks)
-
-    def _write_tasks(self, path: Path, tasks: Sequence[Task]) -> None:
         lines = (f"{json.dumps(task.as_row(), ensure_ascii=False)}\n" for task in tasks)
-        self.try_to_write(path, "".join(lines).encode())
+        self.submit(lambda: self.try_to_write(self.tasks_file(step), "".join(lines).encode()))
 
     def tasks_file(self, step: int) -> Path:
         """Return the path of the file that `write_tasks` writes."""

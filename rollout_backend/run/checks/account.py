@@ -37,7 +37,8 @@ _ROLLOUT = "doctor"
 
 async def find_identity(config: RolloutConfig) -> tuple[Identity | None, CheckResult]:
     """Ask STS for the caller's identity, and describe how long its credentials last."""
-    if config.aws.endpoint_url is None and not _of_aws(config):
+    used = [config.aws.endpoint_of("s3"), *([config.aws.endpoint_of("sqs")] if config.uses_queue else ())]
+    if config.aws.endpoint_url is None and None not in used:
         # These are not AWS credentials.
         text = "S3 and SQS are not AWS's (aws.s3_endpoint_url, aws.sqs_endpoint_url), so STS is not asked about them"
         return None, CheckResult("unchecked", "credentials", text)
@@ -89,12 +90,6 @@ def needed_permissions(config: RolloutConfig, identity: Identity) -> Sequence[Pe
     if config.uses_queue and config.aws.endpoint_of("sqs") == config.aws.endpoint_url:
         found += _of_queue(config, f"arn:{partition}:sqs", identity.account)
     return found
-
-
-def _of_aws(config: RolloutConfig) -> bool:
-    """Return whether the bucket or the queue is in AWS."""
-    used = [config.aws.endpoint_of("s3"), *([config.aws.endpoint_of("sqs")] if config.uses_queue else ())]
-    return None in used
 
 
 def _of_bucket(config: RolloutConfig, bucket: str) -> list[Permission]:

@@ -60,7 +60,11 @@ def main(settings: str) -> None:
     while True:
         number, body = requests.get()
         if body:
-            _answer(answers, number, _score(scorer, body))
+            try:
+                score = scorer.score(ScoreInput.unpack(body)).model_dump()
+            except (ContractError, ScoringError) as error:
+                score = {"error": str(error)}
+            _answer(answers, number, score)
 
 
 async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout_s: float) -> None:
@@ -80,13 +84,6 @@ async def _serve(scorer: Scorer, requests: _Requests, answers: BinaryIO, timeout
             calls[number].add_done_callback(report_failure("a scorer"))
         elif number in calls:
             calls[number].cancel()
-
-
-def _score(scorer: Scorer, body: bytes) -> dict[str, Any]:
-    try:
-        return scorer.score(ScoreInput.unpack(body)).model_dump()
-    except (ContractError, ScoringError) as error:
-        return {"error": str(error)}
 
 
 async def score_async(scorer: Scorer, body: bytes, timeout_s: float) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from rollout_backend.core.ledger import LedgerEntry
 from rollout_backend.errors import StoreError
 from rollout_backend.run.collect.fetcher import ResultSink
 from rollout_backend.run.step.rollout_task import RolloutTask, StepContext
@@ -81,12 +80,6 @@ class AbsenceCheck:
         except (StoreError, TimeoutError) as error:
             log.warning("step %s is out of time: %s", self._context.request.name, error or "no answer in time")
 
-    async def _ask_source(self, entry: LedgerEntry) -> bool:
-        """Let the agent protocol's own source write its result. Return whether the source has answered."""
-        if self._source is None or entry.session_id is None:
-            return True
-        return await self._source.find_result(entry.session_id, ended=entry.session_end is not None)
-
     async def ask(self, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]) -> None:
         """Ask once for each of these attempts, and receive the results that exist. Remove rollouts that were answered
         or whose attempts were abandoned, and call `absent` as soon as a result is known not to exist.
@@ -104,8 +97,12 @@ class AbsenceCheck:
 
         async def ask(rollout: RolloutTask) -> None:
             entry, attempt, rollout_id = rollout.entry, rollouts[rollout], rollout.rollout_id
-            if entry.attempt == attempt and not await self._ask_source(entry):
-                return
+            source, session_id = self._source, entry.session_id
+            # The agent protocol's own source may write the result.
+            if entry.attempt == attempt and source is not None and session_id is not None:
+                answered = await source.find_result(session_id, ended=entry.session_end is not None)
+                if not answered:
+                    return
             if entry.attempt == attempt and (listed is None or rollout_id in listed):
                 async with self._asking:
                     if not await self._buffer.fetch_by_key(self._sink, rollout_id, attempt):

@@ -117,7 +117,9 @@ class LocalStorage(_Startable):
         try:
             await self.process.wait_healthy(lambda: _answers(f"{self.endpoint_url}/{self._health}"), _START_S)
             async with self.s3() as s3:
-                await s3.create_bucket(Bucket=self.bucket, **_place(self.region))
+                # S3 refuses its first region as a LocationConstraint, and requires every other region.
+                place = {} if self.region == "us-east-1" else {"LocationConstraint": self.region}
+                await s3.create_bucket(Bucket=self.bucket, **({"CreateBucketConfiguration": place} if place else {}))
         except BaseException:
             await self.stop()
             raise
@@ -382,11 +384,6 @@ def _command(agent: Path | str | Sequence[str], python: Path | None) -> tuple[tu
     if not interpreter.is_file():
         raise ConfigError(f"there is no Python interpreter at {interpreter}")
     return (str(interpreter), str(script)), script.parent
-
-
-def _place(region: str) -> dict[str, Any]:
-    # S3 refuses its first region as a LocationConstraint, and requires every other region.
-    return {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
 
 
 async def _answers(url: str) -> bool:

@@ -187,7 +187,9 @@ class RuntimeMaker:
             described = await self._find()
             found = plan(self._wanted, described)
             if described:
-                if self._is_stale(described):
+                # The description may be older than our last change.
+                being_deleted = self._asked[-1:] == [Action.REPLACE] and described["status"] == "CREATE_FAILED"
+                if being_deleted or int(described["agentRuntimeVersion"]) < self._version:
                     found = Plan(Action.WAIT)
                 elif (self._asked or waited) and described["status"].endswith("_FAILED"):
                     raise self._failed(described)
@@ -216,11 +218,6 @@ class RuntimeMaker:
                     # Another process is changing the runtime; its result is good enough.
                     waited = True
             await asyncio.sleep(next(waits))
-
-    def _is_stale(self, described: Mapping[str, Any]) -> bool:
-        """Return whether the description is older than our last change."""
-        being_deleted = self._asked[-1:] == [Action.REPLACE] and described["status"] == "CREATE_FAILED"
-        return being_deleted or int(described["agentRuntimeVersion"]) < self._version
 
     async def _act(self, action: Action, found: Plan, described: Mapping[str, Any]) -> bool:
         """Apply a change. Return False if another process is changing the runtime."""

@@ -88,6 +88,7 @@ def pod_state(pod: Mapping[str, Any]) -> PodState:
     ran = terminated is not None and terminated.get("reason") not in _NEVER_STARTED
     started, finished = "running" in state or ran, status.get("phase") in ("Succeeded", "Failed")
     scheduled = conditions.get("PodScheduled", {})
+    failed = f"the pod failed: {status.get('reason')}: {status.get('message', '')}"
     return PodState(
         started=started,
         ended=finished or terminated is not None,
@@ -96,7 +97,7 @@ def pod_state(pod: Mapping[str, Any]) -> PodState:
         or (_exit(terminated) if terminated is not None else None)
         or (_failed_start(status.get("initContainerStatuses", ())) if not started else None)
         or _refused_start(waiting)
-        or _failure(status),
+        or (Problem("container_lost", failed) if status.get("phase") == "Failed" else None),
         waits_for=_waits_for(scheduled, waiting),
         schedulable=scheduled.get("status") != "False",
         exit_code=terminated.get("exitCode") if terminated is not None else None,
@@ -156,12 +157,6 @@ def _failed_start(initial: Iterable[Mapping[str, Any]]) -> Problem | None:
                 text += ": does runtime.image have a folder /agent, and cp?"
             return Problem("container_error", text)
     return None
-
-
-def _failure(status: Mapping[str, Any]) -> Problem | None:
-    if status.get("phase") != "Failed":
-        return None
-    return Problem("container_lost", f"the pod failed: {status.get('reason')}: {status.get('message', '')}")
 
 
 def _waits_for(scheduled: Mapping[str, Any], waiting: Mapping[str, Any]) -> str:
