@@ -6,7 +6,7 @@ Invariant: the size of the totals depends on the number of tasks, not on their r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Any
@@ -101,11 +101,6 @@ class RunTotals:
         place = [*MEASURES].index(measure)
         sums, counts = self._totals[:, place].tolist(), self._totals[:, place + len(MEASURES)].tolist()
         return {task: sums[row] / counts[row] for task, row in self._places.items() if counts[row]}
-
-
-def totals_of(records: Sequence[RolloutRecord]) -> RunTotals:
-    """Return the totals of records, without the tasks' payloads."""
-    return RunTotals([TaskTotals.of(records, {})])
 
 
 def _digest(payload: Any) -> int:
