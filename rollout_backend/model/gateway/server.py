@@ -48,26 +48,15 @@ from starlette.routing import Route
 from agent_wrapper.contract import Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from rollout_backend.base.retry import repeat
-from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import ApiError
-from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.errors import ConfigError
-from rollout_backend.model.dialects.base import Dialect, separators
+from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
-from rollout_backend.model.gateway.access import Authenticator, PathKeys
-from rollout_backend.model.gateway.admission import Admission
-from rollout_backend.model.gateway.call_handler import CallHandler, Stream
-from rollout_backend.model.gateway.call_traces import CallTraces
-from rollout_backend.model.gateway.engine.client import EngineClient
-from rollout_backend.model.gateway.engine.engines import AdapterVersions, Engines
-from rollout_backend.model.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
+from rollout_backend.model.gateway.access import PathKeys
+from rollout_backend.model.gateway.call_handler import Stream
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
-from rollout_backend.model.gateway.model_call_executor import ModelCallExecutor
+from rollout_backend.model.gateway.parts import GatewayParts
 from rollout_backend.model.gateway.session_share import read_body
-from rollout_backend.model.gateway.sessions.journal import SessionJournal
-from rollout_backend.model.gateway.sessions.registry import SessionRegistry
-from rollout_backend.model.gateway.stats import GatewayStats
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 from rollout_backend.model.rendering.renderer import load_renderer
 
@@ -101,60 +90,15 @@ def create_app(
     Raises:
         ConfigError: the model's folder, its renderer or the journal cannot be used, or the extra `otel` is missing.
     """
-    return Gateway(settings, bundle or load_renderer(settings.model), dialects).app
+    return Gateway(GatewayParts.build(settings, bundle or load_renderer(settings.model), dialects)).app
 
 
 class Gateway:
-    """One gateway: builds its parts, and serves all routes but the model calls."""
+    """Serves all routes of one gateway except the model calls."""
 
-    def __init__(
-        self, settings: GatewaySettings, bundle: RendererBundle, dialects: Sequence[type[Dialect]] = DIALECTS
-    ) -> None:
-        self._settings = settings
-        self._model_name = settings.model.served_name
+    def __init__(self, parts: GatewayParts) -> None:
+        self._parts = parts
         self._created = int(time.time())
-        limits = _image_limits(settings, bundle)
-        joined = separators(settings.engine_name, bundle.tokenizer.chat_template)
-        self._dialects = [dialect(limits, joined) for dialect in dialects]
-        self._journal = SessionJournal(settings.journal) if settings.journal is not None else None
-        sealer = Sealer(settings.seal_secret) if settings.seal_secret is not None else None
-        experts = settings.model.expert_shape
-        self._stats = GatewayStats()
-        self._registry = SessionRegistry(
-            bundle,
-            self._model_name,
-            settings.session_key_s,
-            sealer=sealer,
-            journal=self._journal,
-            experts=experts,
-            max_result_bytes=settings.max_result_bytes,
-            stats=self._stats,
-            max_session_calls=settings.gateway.max_session_calls,
-        )
-        protocol: EngineProtocol = (
-            SglangProtocol(experts, settings.router) if settings.engine_name == "sglang" else VllmProtocol()
-        )
-        self._engines = Engines(settings.engine_url, protocol.needs_direct_calls, paused=settings.paused)
-        self._adapters = AdapterVersions(settings.adapters)
-        vocabulary = settings.model.vocabulary_size
-        self._engine_client = EngineClient(
-            self._engines, settings.model_call_s, settings.engine_attempts, protocol, self._adapters, vocabulary
-        )
-        config = settings.gateway
-        self._admission = Admission(
-            config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls
-        )
-        self._executor = ModelCallExecutor(settings, bundle, self._stats, self._engine_client, self._admission)
-        self._authenticator = Authenticator(settings, self._journal.journal_id if self._journal is not None else "")
-        self._traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
-        self._calls = CallHandler(
-            settings,
-            self._registry,
-            self._executor,
-            self._stats,
-            self._traces,
-            text_only=limits is None,
-        )
         self.app = Starlette(
             routes=[
                 *self._agent_routes(),
@@ -176,7 +120,7 @@ class Gateway:
                 Exception: self._unexpected,
             },
             lifespan=self._lifespan,
-            middleware=[Middleware(PathKeys, enabled=settings.gateway.key_in_path)],
+            middleware=[Middleware(PathKeys, enabled=parts.settings.gateway.key_in_path)],
         )
 
     def _agent_routes(self) -> list[Route]:
@@ -188,11 +132,14 @@ class Gateway:
             answer: Callable[[Request, Dialect, SessionClaims], Awaitable[Response]],
         ) -> Response:
             request.state.dialect = dialect
-            return await answer(request, dialect, self._authenticator.session(request))
+            return await answer(request, dialect, self._parts.authenticator.session(request))
 
         for prefix in _PREFIXES:
-            for dialect in self._dialects:
-                for path, answer in ((dialect.path, self._calls.call), (dialect.count_path, self._calls.count)):
+            for dialect in self._parts.dialects:
+                for path, answer in (
+                    (dialect.path, self._parts.calls.call),
+                    (dialect.count_path, self._parts.calls.count),
+                ):
                     if path is not None:
                         call = partial(handle, dialect=dialect, answer=answer)
                         routes.append(Route(prefix + path, call, methods=["POST"]))
@@ -202,8 +149,8 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        await self._engine_client.start()
-        loads = partial(self._engines.poll, self._admission.observe, self._settings.load_poll_s)
+        await self._parts.engine_client.start()
+        loads = partial(self._parts.engines.poll, self._parts.admission.observe, self._parts.settings.load_poll_s)
         background = [
             asyncio.create_task(repeat(self._sweep, "the removal of expired sessions")),
             asyncio.create_task(repeat(loads, "reading the engines' loads")),
@@ -214,57 +161,60 @@ class Gateway:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await self._engine_client.close()
-            self._registry.cpu.close()
-            if self._journal is not None:
-                self._journal.release()
-            if self._traces is not None:
-                await asyncio.to_thread(self._traces.close)
+            await self._parts.engine_client.close()
+            self._parts.registry.cpu.close()
+            if self._parts.journal is not None:
+                self._parts.journal.release()
+            if self._parts.traces is not None:
+                await asyncio.to_thread(self._parts.traces.close)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            await self._registry.sweep()
-            self._admission.serve()
+            await self._parts.registry.sweep()
+            self._parts.admission.serve()
 
     # --- routes -------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        self._authenticator.session(request)
-        name = self._model_name
+        self._parts.authenticator.session(request)
+        name = self._parts.settings.model.served_name
         return JSONResponse(
             {"object": "list", "data": [self._model_card()], "first_id": name, "last_id": name, "has_more": False}
         )
 
     async def model(self, request: Request) -> Response:
-        self._authenticator.session(request)
-        self._calls.check_model(request.path_params["name"])
+        self._parts.authenticator.session(request)
+        self._parts.calls.check_model(request.path_params["name"])
         return JSONResponse(self._model_card())
 
     async def trajectory(self, request: Request) -> Response:
-        claims = self._authenticator.session(request)
-        sealed = await self._registry.seal(claims)
-        share, as_json = self._registry.share(claims), "application/json" in request.headers.get("accept", "")
+        claims = self._parts.authenticator.session(request)
+        sealed = await self._parts.registry.seal(claims)
+        share, as_json = self._parts.registry.share(claims), "application/json" in request.headers.get("accept", "")
 
         def to_json() -> bytes:
             return Trajectory.decode(sealed).to_json()
 
         with contextlib.ExitStack() as fetch:
             fetch.enter_context(share.request(_FETCHES))
-            await self._registry.wait_turn(claims)
+            await self._parts.registry.wait_turn(claims)
             data = await share.cpu.run(to_json, tokenizes=False) if as_json else sealed
             media_type = "application/json" if as_json else "application/octet-stream"
-            headers = {"Content-Length": str(len(data)), RESULT_LIMIT_HEADER: str(self._settings.max_result_bytes)}
+            headers = {
+                "Content-Length": str(len(data)),
+                RESULT_LIMIT_HEADER: str(self._parts.settings.max_result_bytes),
+            }
             response = Stream(_pieces(data), media_type=media_type, headers=headers)
             response.on_end(fetch.pop_all().close)
             return response
 
     async def heartbeat(self, request: Request) -> Response:
-        self._registry.record_heartbeat(self._authenticator.session(request))
+        self._parts.registry.record_heartbeat(self._parts.authenticator.session(request))
         return Response(status_code=204)
 
     async def health(self, _: Request) -> Response:
-        content = {"status": "ok", "server": SERVER_NAME, "shard": self._settings.shard}
+        content = {"status": "ok", "server": SERVER_NAME, "shard": self._parts.settings.shard}
         # Strangers must not hold connections.
         return JSONResponse(content, headers={"Connection": "close"})
 
@@ -272,53 +222,53 @@ class Gateway:
         """Return the fields that OpenAI's and Anthropic's clients read."""
         created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created))
         return {
-            "id": self._model_name,
+            "id": self._parts.settings.model.served_name,
             "object": "model",
             "created": self._created,
             "owned_by": "rollout-backend",
-            "max_model_len": self._settings.model.context_tokens,
+            "max_model_len": self._parts.settings.model.context_tokens,
             "type": "model",
-            "display_name": self._model_name,
+            "display_name": self._parts.settings.model.served_name,
             "created_at": created_at,
         }
 
     # --- controls, which require the control key ---------------------------------------------------------------
 
     async def heartbeats(self, request: Request) -> Response:
-        self._authenticator.require_control_key(request)
-        heard = self._registry.take_heartbeats()
+        self._parts.authenticator.require_control_key(request)
+        heard = self._parts.registry.take_heartbeats()
         return JSONResponse({"beats": sorted(heard.beats), "calls": sorted(heard.calls)})
 
     async def revoke(self, request: Request) -> Response:
         session_ids = await self._session_ids(request)
-        await self._registry.revoke(session_ids)
+        await self._parts.registry.revoke(session_ids)
         return JSONResponse({"revoked": len(session_ids)})
 
     async def adopt(self, request: Request) -> Response:
         session_ids = await self._session_ids(request)
-        self._calls.adopt(session_ids)
+        self._parts.calls.adopt(session_ids)
         return JSONResponse({"adopted": len(session_ids)})
 
     async def pause(self, request: Request) -> Response:
-        self._authenticator.require_control_key(request)
-        await self._engines.pause()
+        self._parts.authenticator.require_control_key(request)
+        await self._parts.engines.pause()
         return JSONResponse({"paused": True})
 
     async def resume(self, request: Request) -> Response:
-        self._authenticator.require_control_key(request)
-        self._engines.resume()
+        self._parts.authenticator.require_control_key(request)
+        self._parts.engines.resume()
         return JSONResponse({"paused": False})
 
     async def set_adapters(self, request: Request) -> Response:
         versions = await self._parsed(request, _Versions, "{'versions': {...}}")
-        self._adapters.replace(versions.versions)
+        self._parts.adapters.replace(versions.versions)
         return JSONResponse({"adapters": len(versions.versions)})
 
     async def stats(self, request: Request) -> Response:
-        self._authenticator.require_control_key(request)
-        stats, registry, loads = self._stats, self._registry, self._admission.loads
+        self._parts.authenticator.require_control_key(request)
+        stats, registry, loads = self._parts.stats, self._parts.registry, self._parts.admission.loads
         stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
-        stats.calls_in_flight, stats.calls_waiting = self._admission.in_flight, self._admission.waiting
+        stats.calls_in_flight, stats.calls_waiting = self._parts.admission.in_flight, self._parts.admission.waiting
         stats.largest = registry.largest
         stats.engine_running = {url: load.running for url, load in loads.items()}
         stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
@@ -331,8 +281,8 @@ class Gateway:
 
     async def _parsed(self, request: Request, model: type[_Body], form: str) -> _Body:
         """Parse the body as a `model`. Raise ApiError (400), which names the expected `form`, if it fails."""
-        self._authenticator.require_control_key(request)
-        body = await read_body(request, self._settings.gateway.max_body_bytes, self._settings.body_s)
+        self._parts.authenticator.require_control_key(request)
+        body = await read_body(request, self._parts.settings.gateway.max_body_bytes, self._parts.settings.body_s)
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
@@ -342,9 +292,9 @@ class Gateway:
 
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        self._stats.errors[error.code] += 1
+        self._parts.stats.errors[error.code] += 1
         dialect: Dialect | None = getattr(request.state, "dialect", None)
-        dialect = dialect or dialect_of_client(self._dialects, request.url.path, request.headers)
+        dialect = dialect or dialect_of_client(self._parts.dialects, request.url.path, request.headers)
         return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
@@ -356,7 +306,7 @@ class Gateway:
         return await self._api_error(request, ApiError(error.status_code, message, code=code))
 
     async def _client_disconnected(self, _: Request, error: Exception) -> Response:
-        self._stats.client_disconnects += 1
+        self._parts.stats.client_disconnects += 1
         return Response(status_code=499)
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
@@ -367,13 +317,3 @@ async def _pieces(data: bytes) -> AsyncIterator[bytes]:
     """Yield parts of an answer, so that a client that reads slowly holds one of them and not the whole."""
     for start in range(0, len(data), _PIECE_BYTES):
         yield data[start : start + _PIECE_BYTES]
-
-
-def _image_limits(settings: GatewaySettings, bundle: RendererBundle) -> ImageLimits | None:
-    """Return the limits on images; None if the model or the settings allow none. Raise ConfigError with vLLM."""
-    config = settings.gateway
-    if bundle.vision is None or not config.max_images:
-        return None
-    if settings.engine_name == "vllm":
-        raise ConfigError("images are not supported with serving.engine=vllm: set gateway.max_images=0")
-    return ImageLimits(config.max_images, config.max_image_pixels)
