@@ -116,13 +116,6 @@ a lost rollout is trained with its tokens and the reward 0, as other systems do.
 nothing is run again, and a group that lost a rollout is not trained: `group.policy: strict` with
   `runtime.max_attempts: 1`. The rest of such a group is cancelled; what had not answered by then is in no figure.""",
 }
-_LOSSES_BEFORE = """\
-An earlier comparison, which no command repeats any more, was on single-digit sums, where right answers are the short
-ones. With a sixth of the sessions lost, five seeds that trained a loss as 0 were right 4.0 percentage points more
-often at the end than those that left it out or replaced it, with a 95 % interval of -6.0 to +14.0: too wide to say
-which is better.
-"""
-
 _IDENTITY = """\
 verl's own agent loop, and sessions on an emulated AgentCore with manager, gateway, S3, SQS, buffer and rows, train
 the same model on the same {prompts} questions a step, with {group} rollouts each. In both, each reply has the same
@@ -294,7 +287,6 @@ def _losses(results: dict[str, Any]) -> Iterator[str]:
     yield _INTERVALS
     yield learning_report.differences(results, "ours").markdown() + "\n"
     yield learning_report.losses(results).markdown() + "\n"
-    yield _LOSSES_BEFORE
 
 
 def _identity(results: dict[str, Any]) -> Iterator[str]:
