@@ -238,7 +238,8 @@ async def down(
     """Remove the runtime, the uploaded code and the queues of runs, and list what stays and why.
 
     Stop your runs first. Without --yes, only list. A runtime is deleted only if its tag names this backend, and a
-    queue only if its run is in the bucket. Also stops the local cloud of `rollout deploy --local`.
+    queue or a training session only if its run is in the bucket. Also stops the local cloud of
+    `rollout deploy --local`.
     """
     from rollout_backend.workbench.deploy.target import read_stack
     from rollout_backend.workbench.deploy.teardown import Teardown
@@ -286,7 +287,7 @@ def _read_config(config: Path | None) -> Target:
     from rollout_backend.workbench.deploy.target import Target
 
     settings = load_config(config)
-    runtime = settings.runtime
+    runtime, trained = settings.runtime, settings.training_service
     if not isinstance(runtime, AgentCoreConfig) or runtime.arn is None:
         raise ConfigError(f"{config} names no runtime.arn of AgentCore, so `rollout deploy` has not written it")
     return Target(
@@ -299,6 +300,8 @@ def _read_config(config: Path | None) -> Target:
         endpoint_url=settings.aws.endpoint_url,
         runtime_endpoint_url=runtime.endpoint_url,
         session_logs=None if runtime.session_logs is None else str(runtime.session_logs),
+        trains_in_sessions=trained is not None and trained.kind == "sagemaker",
+        sessions_url=None if trained is None else trained.base_url,
     )
 
 

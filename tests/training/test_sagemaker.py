@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_backend.base.aws import Identity
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
+from rollout_backend.run.checks.account import needed_permissions
 from rollout_backend.training import sagemaker
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.sagemaker import SageMakerService
@@ -376,3 +378,13 @@ def test_names_of_sessions_follow_from_the_run() -> None:
     assert len(f"{name}-9999") <= 63
     other = config.storage.model_copy(update={"bucket": "other"})
     assert sagemaker.session_name(other, "run") != sagemaker.session_name(config.storage, "run")
+
+
+def test_doctor_knows_the_permissions_of_sessions() -> None:
+    caller = Identity("arn:aws:iam::123456789012:user/trainer", "123456789012", "env", False, False, None)
+    needed = {each.action: each for each in needed_permissions(settings("http://service", base_url=None), caller)}
+    assert needed["iam:PassRole"].resources == (ROLE,)
+    [session] = needed["sagemaker:CreateTrainingSession"].resources
+    assert session.startswith("arn:aws:sagemaker:us-east-1:123456789012:training-session/rollout-")
+    elsewhere = needed_permissions(settings("http://service"), caller)
+    assert not any(each.action.startswith("sagemaker:") for each in elsewhere)

@@ -89,7 +89,7 @@ def needed_permissions(config: RolloutConfig, identity: Identity) -> Sequence[Pe
         found += _of_bucket(config, f"arn:{partition}:s3:::{config.storage.bucket}")
     if config.uses_queue and config.aws.endpoint_of("sqs") == config.aws.endpoint_url:
         found += _of_queue(config, f"arn:{partition}:sqs", identity.account)
-    return found
+    return found + _of_training_sessions(config, f"arn:{partition}:sagemaker:{config.aws.region}:{identity.account}")
 
 
 def _of_bucket(config: RolloutConfig, bucket: str) -> list[Permission]:
@@ -129,6 +129,19 @@ def _of_queue(config: RolloutConfig, arn: str, account: str) -> list[Permission]
     both = (queue, f"{queue}-dlq")
     made = ("CreateQueue", "DeleteQueue", "GetQueueUrl")
     return [Permission(f"sqs:{name_of}", both) for name_of in (*used, *made)]
+
+
+def _of_training_sessions(config: RolloutConfig, arn: str) -> list[Permission]:
+    service = config.training_service
+    if service is None or service.sagemaker is None or service.base_url is not None:
+        return []
+    sessions = (f"{arn}:training-session/rollout-{_ROLLOUT}",)
+    passed = (("iam:PassedToService", "sagemaker.amazonaws.com"),)
+    return [
+        Permission("sagemaker:ListTrainingSessions", ("*",)),
+        *(Permission(f"sagemaker:{name}TrainingSession", sessions) for name in ("Create", "Describe", "Stop")),
+        Permission("iam:PassRole", (service.sagemaker.role_arn,), passed),
+    ]
 
 
 def region_of_queue(url: str) -> str | None:

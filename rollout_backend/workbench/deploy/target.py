@@ -73,6 +73,10 @@ class Target:
     endpoint_url: str | None = None
     runtime_endpoint_url: str | None = None
     session_logs: str | None = None
+    trains_in_sessions: bool = False
+    """Whether runs train in sessions of SageMaker."""
+    sessions_url: str | None = None
+    """Endpoint of SageMaker if not AWS's."""
 
     @property
     def code_prefix(self) -> str:

@@ -5,6 +5,7 @@ Invariants:
 - A runtime is deleted only if it has this backend's tag, and the target's ARN or role.
 - A CodeBuild project is deleted only if it has this backend's tag, and the runtime's name.
 - A queue is deleted only if its name belongs to a run in the target's bucket.
+- A training session is deleted only if its name belongs to a run in the target's bucket.
 - `find` changes nothing.
 """
 
@@ -28,11 +29,12 @@ from rollout_backend.base import aws
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import PreflightError
 from rollout_backend.run.collect.queue import queue_name
+from rollout_backend.training.sagemaker import LIVE, SESSION_PREFIX, list_sessions, session_name
 from rollout_backend.workbench.deploy.image import find_project, is_ours
 from rollout_backend.workbench.deploy.target import Target
 
 # Resources are deleted in this order.
-_ORDER = ("runtime", "project", "queue", "objects")
+_ORDER = ("session", "runtime", "project", "queue", "objects")
 # DeleteObjects accepts at most 1,000 keys.
 _BATCH = 1000
 _DELETE_S = 300.0
@@ -43,10 +45,10 @@ class Resource:
     """A resource that `remove` would delete."""
 
     kind: str
-    """`runtime`, `project`, `queue` or `objects`."""
+    """`session`, `runtime`, `project`, `queue` or `objects`."""
     name: str
     id: str
-    """The runtime's id, the project's name, the queue's URL, or the objects' prefix."""
+    """The session's name, the runtime's id, the project's name, the queue's URL, or the objects' prefix."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -79,6 +81,8 @@ class Teardown:
             await self._find_project(ours, stays)
             runs = await self._folders(s3, f"{target.prefix}runs/")
             await self._find_queues(sqs, runs, ours, stays)
+            if target.trains_in_sessions:
+                ours += await self._sessions(runs)
             if await self._count(s3, target.code_prefix):
                 place = f"s3://{target.bucket}/{target.code_prefix}"
                 ours.append(Resource("objects", f"{place} (uploaded code)", target.code_prefix))
@@ -98,6 +102,8 @@ class Teardown:
             for resource in sorted(resources, key=lambda each: _ORDER.index(each.kind)):
                 echo(f"deleting {resource}")
                 match resource.kind:
+                    case "session":
+                        await self._delete_session(resource)
                     case "runtime":
                         await self._delete_runtime(control, resource, echo)
                     case "project":
@@ -167,6 +173,18 @@ class Teardown:
                         f"queue {name}: {target.bucket} has no run of that name, so it may be another stack's"
                     )
 
+    async def _sessions(self, runs: Sequence[str]) -> list[Resource]:
+        target = self._target
+        storage = StorageConfig(bucket=target.bucket, prefix=target.prefix)
+        names = {session_name(storage, run) for run in runs}
+        async with target.client("sagemaker", endpoint_url=target.sessions_url) as control:
+            found = await list_sessions(control, SESSION_PREFIX)
+        return [
+            Resource("session", name, name)
+            for name, status in found
+            if name.rpartition("-")[0] in names and status != "Deleting"
+        ]
+
     async def _folders(self, s3: Any, prefix: str) -> list[str]:
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket=self._target.bucket, Prefix=prefix, Delimiter="/")
         return [
@@ -196,6 +214,31 @@ class Teardown:
         return stays
 
     # --- deletion -----------------------------------------------------------------------------------------
+
+    async def _delete_session(self, resource: Resource) -> None:
+        """Stop a training session, and delete it once it has ended. Its checkpoints stay."""
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout(_DELETE_S),
+                self._target.client("sagemaker", endpoint_url=self._target.sessions_url) as control,
+            ):
+                for pause in pauses():
+                    try:
+                        found = await control.describe_training_session(TrainingSessionName=resource.id)
+                        status = found["TrainingSessionDetail"]["TrainingSessionStatus"]
+                        if status in LIVE:
+                            await control.stop_training_session(TrainingSessionName=resource.id)
+                        elif status not in ("Stopping", "Deleting"):
+                            await control.delete_training_session(TrainingSessionName=resource.id)
+                            return
+                    except ClientError as error:
+                        if aws.code_of(error) == "ResourceNotFound":
+                            return
+                        # The session ended after it was described.
+                        if aws.code_of(error) != "ValidationException":
+                            raise
+                    await asyncio.sleep(pause)
+        raise PreflightError(f"{resource} was not deleted within {_DELETE_S:g} s: run rollout down again later")
 
     async def _delete_runtime(self, control: Any, resource: Resource, echo: Callable[[str], object]) -> None:
         """Delete a runtime with its endpoints, and wait until it is gone. First wait for changes in progress."""

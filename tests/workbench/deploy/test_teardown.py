@@ -17,11 +17,15 @@ from rollout_backend.agents.runtimes.agentcore.provision import TAG, RuntimeSpec
 from rollout_backend.config import StorageConfig
 from rollout_backend.errors import PreflightError
 from rollout_backend.run.collect.queue import queue_name
+from rollout_backend.training.sagemaker import session_name
 from rollout_backend.workbench.deploy.image import project_definition
 from rollout_backend.workbench.deploy.target import Target
 from rollout_backend.workbench.deploy.teardown import Resource, Teardown
 from rollout_backend.workbench.local.agentcore_emulator import ROLE
 from rollout_backend.workbench.local.control_plane import ControlLimits
+from tests.emulators.sagemaker_emulator import GROUP, MODEL, SageMakerEmulator
+from tests.emulators.sagemaker_emulator import ROLE as SESSION_ROLE
+from tests.emulators.tinker_emulator import TabularPolicy
 from tests.simulation.clock import VirtualLoop
 
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
@@ -149,3 +153,29 @@ async def test_another_targets_runtime_stays(local_aws, tmp_path, role):
         await create(url, "rollout_theirs", {TAG: "deploy"})
         target = target_of(local_aws, url, role=role, prefix="nothing/")
         assert (await Teardown(target).find()).ours == []
+
+
+async def test_training_sessions_of_the_buckets_runs_are_stopped_and_deleted(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    ours = session_name(StorageConfig(bucket="bucket"), "run-1")
+    theirs = session_name(StorageConfig(bucket="other"), "run-1")
+    async with SageMakerEmulator({MODEL: TabularPolicy(range(6))}, max_sessions=3) as emulator:
+        target = Target("us-east-1", "bucket", "r", role=ROLE, trains_in_sessions=True, sessions_url=emulator.url)
+        async with target.client("sagemaker", endpoint_url=emulator.url) as control:
+            for name in (f"{ours}-1", f"{ours}-2", f"{theirs}-1"):
+                await control.create_training_session(
+                    TrainingSessionName=name,
+                    RoleArn=SESSION_ROLE,
+                    ModelPackageGroupArn=GROUP,
+                    LoraConfig={"Rank": 8, "Alpha": 8},
+                    ModelConfig={"BaseModelArn": MODEL},
+                    OutputConfig={"S3Location": {"Path": "s3://bucket/checkpoints"}},
+                )
+        emulator.sessions[f"{ours}-1"].status = "Expired"
+        teardown = Teardown(target)
+        found = await teardown._sessions(["run-1", "run-2"])
+        assert [resource.name for resource in found] == [f"{ours}-1", f"{ours}-2"]
+        for resource in [*found, found[0]]:
+            await teardown._delete_session(resource)
+        assert [*emulator.sessions] == [f"{theirs}-1"]
