@@ -49,8 +49,8 @@ With every client:
   unless you want to train it that way.
 - **Replies that are cut** are trained up to [the cut](token-identity.md#replies-that-the-agent-cuts). magentic 0.41.1
   is such a client: it takes the text beside a tool call for the answer, and drops the call.
-- **Replies that a client rewrites** open a new row. The clients with two rows below do so: their sections say what
-  they drop, merge or move.
+- **Messages that a client rewrites** open a new row. The clients with several rows below do so: their sections say
+  what they drop, merge, move or rewrite.
 
 Command-line agents can run [without a line of Python](commands.md).
 
@@ -98,7 +98,7 @@ def page() -> str:
         table.append((_link(name), re.findall(rf"^{package}==(\S+)", pinned, re.M)[0], apis, "one"))
     for name, entries in clients:
         reasons = entries[0].reasons
-        rows = "one" if reasons == ONE_ROW else f"{len(reasons)} (`{'`, `'.join(reasons[1:])}`)"
+        rows = "one" if reasons == ONE_ROW else f"{len(reasons)} (`{'`, `'.join(dict.fromkeys(reasons[1:]))}`)"
         apis = ", ".join(api for entry in entries for api in entry.apis)
         table.append((_link(name), entries[0].version, apis, rows))
     lines = [_HEAD, *(f"| {' | '.join(row)} |" for row in table), _SDKS]

@@ -38,6 +38,15 @@ SUMS = (
     said("add", a=9, b=1),
     "It is 10.",
 )
+
+
+def react(tool: str, a: int = 0, b: int = 0) -> str:
+    """Return a step of DSPy's ReAct."""
+    given = json.dumps({"a": a, "b": b} if b else {})
+    parts = {"next_thought": "I add.", "next_tool_name": tool, "next_tool_args": given, "completed": ""}
+    return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in parts.items())
+
+
 OLD, NEW = "return n + n + 1", "return n + n"
 TASK = "The function double in double.py returns the wrong number. Fix it."
 
@@ -451,6 +460,44 @@ example](../examples/tool_agent/agent.py) scores both.""",
         "inspect-ai.txt",
         "python inspect_agent.py",
         replies=(*SUMS[:2], said("submit", answer="9 and 10")),
+    ),
+    Harness(
+        "DSPy",
+        "dspy",
+        "dspy.txt",
+        "python dspy_react.py",
+        replies=(
+            *(react(*each) for each in (("add", 2, 3), ("add", 5, 4), ("add", 9, 1))),
+            react("finish"),
+            "[[ ## reasoning ## ]]\nI added.\n\n[[ ## answer ## ]]\n10\n\n[[ ## completed ## ]]",
+        ),
+        reasons=("first_call", *["new_conversation"] * 4),
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        note="""\
+`ReAct` writes its whole trajectory into one user message, which changes with each call. Each call is therefore a
+separate row, and so is the final answer. Without `cache=False`, DSPy answers a repeated prompt from its cache.""",
+    ),
+    Harness(
+        "instructor",
+        "instructor",
+        "instructor.txt",
+        "python instructor_loop.py",
+        replies=tuple(f'```json\n{{"total": {each}}}\n```' for each in ('"ten"', "10")),
+        reasons=("first_call", "new_conversation"),
+        note="""\
+The default mode forces a tool call, which is not trained; `Mode.MD_JSON` lets the model answer freely. instructor
+adds a schema and an instruction to the messages of each `create`. Retries after a failed validation continue the row.
+The next `create` sends your own messages, without that instruction and the failed reply, and opens a new row.""",
+    ),
+    Harness("llm", "llm", "llm.txt", "python llm_loop.py"),
+    Harness(
+        "AgentScope",
+        "agentscope",
+        "agentscope.txt",
+        "python agentscope_agent.py",
+        ("chat", "responses"),
+        note="""\
+By default, a person must confirm each call of a function: give `FunctionTool` a `permission` that allows calls.""",
     ),
 )
 

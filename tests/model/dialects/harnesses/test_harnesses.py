@@ -28,7 +28,8 @@ def reply(replies: Sequence[str], prompt: str) -> str:
     """Return the reply after the replies that the prompt has; a side conversation, without tools, gets another."""
     if "<tool_call>" in replies[0] and "<tools>" not in prompt:
         return "A title."
-    said = prompt.count("<|im_start|>assistant\n") - 1
+    # DSPy's prompts have no earlier replies, but one observation for each.
+    said = prompt.count("<|im_start|>assistant\n") - 1 + prompt.count("## observation_")
     return replies[min(said, len(replies) - 1)]
 
 
