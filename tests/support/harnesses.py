@@ -499,6 +499,22 @@ The next `create` sends your own messages, without that instruction and the fail
         note="""\
 By default, a person must confirm each call of a function: give `FunctionTool` a `permission` that allows calls.""",
     ),
+    Harness(
+        "gptme",
+        "gptme",
+        "gptme.txt",
+        'gptme --non-interactive --name task --model local/MODEL --tool-format tool "TASK"',
+        replies=(
+            f"I look first.\n{said('shell', command='cat double.py')}",
+            said("shell", command="sed -i 's/ + 1//' double.py"),
+            said("complete"),
+        ),
+        env={"OPENAI_BASE_URL": "BASE_URL", "OPENAI_API_KEY": "API_KEY"},
+        files={".local/share/gptme/logs/task/config.toml": '[chat]\nname = "task"\nworkspace = "."\n'},
+        note="""\
+Name the conversation in this file and in `--name`. Without a name, gptme asks the model for a title, which is a
+separate row. Without `workspace`, it works in a folder beside the file once the file exists.""",
+    ),
 )
 
 
