@@ -24,7 +24,7 @@ from rollout_backend.workbench.local.scripted import ToolCall
 
 FOLDER = Path(__file__).parents[1] / "model" / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
-PYTHON = {"openhands.txt": "3.12"}  # where 3.11 is too old
+PYTHON = dict.fromkeys(("mistral-vibe.txt", "openhands.txt"), "3.12")  # where 3.11 is too old
 
 
 def said(name: str, **arguments: object) -> str:
@@ -514,6 +514,36 @@ By default, a person must confirm each call of a function: give `FunctionTool` a
         note="""\
 Name the conversation in this file and in `--name`. Without a name, gptme asks the model for a title, which is a
 separate row. Without `workspace`, it works in a folder beside the file once the file exists.""",
+    ),
+    Harness(
+        "mistral-vibe",
+        "mistral-vibe",
+        "mistral-vibe.txt",
+        'vibe --prompt "TASK" --auto-approve --trust',
+        replies=(
+            f"I look first.\n{said('bash', command='cat double.py')}",
+            said("bash", command="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        env={"OPENAI_API_KEY": "API_KEY"},
+        files={
+            ".vibe/config.toml": """\
+active_model = "MODEL"
+enable_telemetry = false
+enable_update_checks = false
+
+[[providers]]
+name = "rollout"
+api_base = "BASE_URL"
+api_key_env_var = "OPENAI_API_KEY"
+
+[[models]]
+name = "MODEL"
+alias = "MODEL"
+provider = "rollout"
+"""
+        },
+        note="It needs Python 3.12.",
     ),
 )
 
