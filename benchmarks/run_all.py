@@ -120,7 +120,8 @@ def table(results: Results, part: str) -> Table:
         return Table((FIGURES[part], *(row["system"] for row in rows)), lines)
     columns = COLUMNS[part]
     if part in TURNED:
-        lines = [[label, *(shown(row.get(name)) for row in rows)] for name, label in columns.items()]
+        measured = {name: label for name, label in columns.items() if any(name in row for row in rows)}
+        lines = [[label, *(shown(row.get(name)) for row in rows)] for name, label in measured.items()]
         return Table(("figure", *map(WORK[part], rows)), lines)
     lines = [[WORK[part](row), row["system"], *map(shown, map(row.get, columns))] for row in rows]
     return Table(("work", "system", *columns.values()), lines)

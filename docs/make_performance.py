@@ -64,8 +64,9 @@ turn, with their whole conversations; a turn samples 60 tokens and gets a tool's
 that answers at once. Then the trainer collects as many results, makes their rows, and puts them into TransferQueue.
 verl's trainer pads all rows to the longest response when it computes advantages (`grpo_skip_missing`) and metrics.
 
-The load average is that of other work on the machine before a size began: above 2, seconds say nothing, and CPU times
-are too high.
+The load average is that of other work on the machine before a size began. Above 2, seconds say nothing and CPU times
+are several times too high, so they are left out. An empty cell was not measured. Without `--sizes`, the command
+measures 1,024, 2,048 and 4,096 sessions, and needs an idle machine with 16 GB of free memory.
 """,
     "ceilings": """\
 The emulated AWS must not be the bottleneck. Alone, on one core and without latencies, it reaches:
