@@ -16,7 +16,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 TRL := .venv-trl
 TRL_READY := $(TRL)/.ready
 
-.PHONY: demo test quick test-loaded test-slow test-all chaos train train-service train-smoke bench results lint format audit setup engine \
+.PHONY: demo test quick test-loaded test-slow test-all chaos train train-service train-smoke learn-gpu bench results lint format audit setup engine \
   verl trl clients docs constraints clean
 
 # The engine of `make demo` and `make engine`: sglang or vllm.
@@ -112,6 +112,11 @@ results: engine verl  ## docs/results.md: all experiments again but the long run
 	$(RUN)/python docs/make_results.py --from runs/results/parts.json
 	$(VERL)/bin/python benchmarks/lost_rollouts.py --json runs/results/losses.json
 	$(RUN)/python docs/make_results.py --from runs/results/losses.json
+
+# On a GPU machine with verl's environment: `make learn-gpu PYTHON=python3`. Stopped, it continues when it is run again.
+LEARN_MINUTES ?= 40
+learn-gpu:  ## train a small model on a task with a tool on one GPU, with verl's own loop and through the backend
+	$(if $(wildcard $(VERL)),$(VERL)/bin/python,$(PYTHON)) benchmarks/gpu_learning.py --minutes $(LEARN_MINUTES) --json runs/results/gpu_learning.json
 
 lint: setup
 	$(RUN)/ruff check .

@@ -60,11 +60,11 @@ async def measure(
 
     A step ends with a line in verl's log. This process and its descendants count.
     """
-    metrics, ends = training.work / "metrics.jsonl", list[Counter[str]]()
+    ends = list[Counter[str]]()
 
     async def watch() -> None:
         while True:
-            if metrics.exists() and metrics.read_bytes().count(b"\n") > len(ends):
+            if len(training.logged()) > len(ends):
                 ends.append(_spent())
             await asyncio.sleep(0.02)
 

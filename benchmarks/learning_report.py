@@ -86,6 +86,29 @@ def parts(results: Results) -> Table:
     return Table(("part of a step, s", *variants), [*lines, ["all", *(f"{mean:.2f}" for mean in steps)]])
 
 
+def on_a_gpu(results: Results) -> Table:
+    """Return one line for each loop: how far it has learned, how fast it was, and how busy the device."""
+    lines = []
+    for variant, [run] in by_variant(results).items():
+        seconds = sum(run["step_s"][1:])
+        rollouts = run.get("rollouts")
+        lines.append(
+            [
+                *(variant, str(len(run["right"])), _change([run["right"]])),
+                f"{max(run['prob_diff']):.1e}",
+                f"{seconds / max(1, len(run['step_s']) - 1):.1f}",
+                f"{sum(run['tokens'][1:]) / seconds:,.0f}" if seconds else "",
+                "" if run["busy"] is None else f"{run['busy']:.0f} %",
+                f"{run['mib']:,}",
+                f"{rollouts['trainable']:,} of {rollouts['planned']:,}" if rollouts else "",
+                f"{rollouts['one step']:,}" if rollouts else "",
+                str(run["started"]),
+            ]
+        )
+    header = ("run", "steps", "reward", "probability difference", "s a step", "tokens/s, prompts too", "device busy")
+    return Table((*header, "MiB at most", "rollouts trained", "agents at once", "processes of verl"), lines)
+
+
 def timeline(results: Results) -> Table:
     """Return one line for each part of the generation of our steps."""
     [run] = runs_of(results, "ours")

@@ -123,8 +123,8 @@ async def serve(game: Game, settings: dict[str, Any], work: Path) -> AsyncIterat
             yield manager
 
 
-async def play(game: Game, work: Path) -> list[Rollout]:
-    """Return what the weak player does."""
+async def play(game: Game, work: Path, transcripts: int = TRANSCRIPTS) -> list[Rollout]:
+    """Return what the weak player does in this many tasks."""
     with ScriptedEngine(game.player) as engine:
         context = game.prompt_tokens + game.response_tokens
         settings = {
@@ -133,7 +133,7 @@ async def play(game: Game, work: Path) -> list[Rollout]:
             "group": {"size": 1},
         }
         async with serve(game, settings, work) as manager:
-            return (await manager.collect(game.tasks(-1, TRANSCRIPTS))).rollouts
+            return (await manager.collect(game.tasks(-1, transcripts))).rollouts
 
 
 Steps = list[dict[str, float]]

@@ -25,7 +25,14 @@ LOOP = Path(__file__).parent.parent / "examples" / "plain_loop" / "train.py"
 Row = tuple[list[int], list[int]]  # token ids, and 1 for each that is sampled
 
 
-def fit(folder: Path, rows: Sequence[Row], steps: int, tails: Sequence[tuple[int, int]] = ()) -> None:
+def fit(
+    folder: Path,
+    rows: Sequence[Row],
+    steps: int,
+    tails: Sequence[tuple[int, int]] = (),
+    device: str = "cpu",
+    learning_rate: float = LEARNING_RATE,
+) -> None:
     """Fit the model in `folder`, which is created unless it is there, to the sampled tokens of a weak player's rows.
 
     For each of `tails`, a length and a number of steps, it is first fitted to the last tokens of each row. That is
@@ -33,9 +40,9 @@ def fit(folder: Path, rows: Sequence[Row], steps: int, tails: Sequence[tuple[int
     """
     import torch
 
-    model, optimizer, _ = _start(folder, seed=0)
+    model, optimizer, _ = _start(folder, 0, device, learning_rate)
     total = steps + sum(count for _, count in tails)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, LEARNING_RATE / 10)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, learning_rate / 10)
     draw = random.Random(0)
     for tail, count in (*tails, (0, steps)):  # a tail of 0 is the whole row
         size = min(4 * BATCH, 4096 // tail, len(rows)) if tail else min(BATCH, len(rows))
@@ -94,15 +101,17 @@ def row_of(tokenizer: Any, texts: Sequence[str]) -> Row:
     return ids, mask
 
 
-def _start(folder: Path, seed: int) -> tuple[Any, Any, Any]:
+def _start(
+    folder: Path, seed: int, device: str = "cpu", learning_rate: float = LEARNING_RATE
+) -> tuple[Any, Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.set_num_threads(1)  # threads of so small a model mostly wait for each other
     if not (folder / "model.safetensors").exists():
         make_tiny_model(folder, seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0)
     return model, optimizer, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -121,7 +130,8 @@ def _logprobs(model: Any, batch: Sequence[Row]) -> tuple[Any, Any]:
     from torch.nn.utils.rnn import pad_sequence
 
     ids_B_T, mask_B_T = (
-        pad_sequence([torch.tensor(row) for row in rows], batch_first=True) for rows in zip(*batch, strict=True)
+        pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(model.device)
+        for rows in zip(*batch, strict=True)
     )
     logits_B_T_V = model(ids_B_T).logits[:, :-1]
     logprobs_B_T = -torch.nn.functional.cross_entropy(logits_B_T_V.transpose(1, 2), ids_B_T[:, 1:], reduction="none")

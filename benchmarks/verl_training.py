@@ -1,6 +1,7 @@
-"""Trainings of verl on the CPU, with the settings of `examples/train_arithmetic`."""
+"""Trainings of verl with the settings of `examples/train_arithmetic`, on the CPU or on one GPU."""
 
 import json
+import os
 import random
 import sys
 from argparse import Namespace
@@ -15,7 +16,9 @@ from wrapped_agents import WrappedAgents, backend_settings
 
 from rollout_backend.model.serving.server_process import ServerProcess
 
-sys.path.append(str(ROOT / "examples" / "train_arithmetic"))
+sys.path += [str(ROOT / "examples" / folder) for folder in ("train_arithmetic", "train_gpu")]
+import qualify
+
 import train as example
 
 PARTS = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
@@ -28,14 +31,29 @@ ORDERED = (
 )
 
 
+GPU = [
+    *qualify.WITHOUT_FLASH_ATTENTION,
+    "trainer.nnodes=1",
+    "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.rollout.name=sglang",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
+    "+ray_kwargs.ray_init.include_dashboard=False",
+    "+ray_kwargs.ray_init.address=local",
+]
+
+
 @dataclass(frozen=True)
 class Training:
-    """One training, in a folder."""
+    """One training, in a folder. With a checkpoint there, `run` may be repeated after it was stopped."""
 
     work: Path
     model: Path
     steps: int
     trainer: str = "v1"
+    on_gpu: bool = False
 
     @property
     def tasks(self) -> Path:
@@ -47,17 +65,17 @@ class Training:
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo"),
             *example.training_overrides(options, self.model),
-            *example.cpu_overrides(options),
+            *(GPU if self.on_gpu else example.cpu_overrides(options)),
             *own,
             f"hydra.run.dir={self.work}",
             "hydra.output_subdir=null",
         ]
-        metrics, settings = self.work / "metrics.jsonl", example.environment()
+        settings = dict(os.environ) if self.on_gpu else example.environment()
         env = {
             **settings,
             **env,
-            "PYTHONPATH": f"{HERE}:{settings['PYTHONPATH']}",
-            "VERL_FILE_LOGGER_PATH": str(metrics),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), settings.get("PYTHONPATH")))),
+            "VERL_FILE_LOGGER_PATH": str(self.work / f"metrics-{len(self.lives):03}.jsonl"),
         }
         verl = ServerProcess("verl", command, self.work / "verl.log", env)
         await verl.start()
@@ -67,7 +85,22 @@ class Training:
             await verl.stop(grace_s=20)
         if verl.returncode:
             raise SystemExit(f"verl ended with code {verl.returncode}. {verl.log_tail()}")
-        return [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+        return self.logged()
+
+    @property
+    def lives(self) -> list[Path]:
+        """The files of verl's metrics, one for each of its processes that came to log a step."""
+        return sorted(self.work.glob("metrics-*.jsonl"))
+
+    def logged(self) -> list[dict[str, Any]]:
+        """Return what verl has logged of each step. A step that was trained again counts as it was trained last."""
+        steps = {}
+        for metrics in self.lives:
+            # The last line may be half written.
+            for line in metrics.read_text().rpartition("\n")[0].splitlines():
+                entry = json.loads(line)
+                steps[int(entry["step"])] = entry["data"]
+        return [steps[step] for step in sorted(steps)]
 
     def through_backend(self, settings: Mapping[str, Any]) -> list[str]:
         """Return verl's settings for a training through this backend with these settings."""
@@ -75,20 +108,29 @@ class Training:
         path.write_text(json.dumps(settings))
         return list(example.backend_overrides(self.tasks, path))
 
-    def through_verls_loop(self) -> list[str]:
-        """Return verl's settings for a training with its own agent loop on the same questions."""
+    def payloads(self) -> list[Any]:
+        return [json.loads(line)["payload"] for line in self.tasks.read_text().splitlines()]
+
+    def through_verls_loop(
+        self, asked: Iterable[tuple[str, str, Mapping[str, Any]]] | None = None, reward: str = "arithmetic_reward.py"
+    ) -> list[str]:
+        """Return verl's settings for a training with its own agent loop on the same questions.
+
+        `asked` has a question, an answer and more of `extra_info` for each task; by default they are sums.
+        """
         import pyarrow as pa
         from pyarrow import parquet
 
-        payloads = [json.loads(line)["payload"] for line in self.tasks.read_text().splitlines()]
+        if asked is None:
+            asked = ((payload["question"], payload["answer"], {}) for payload in self.payloads())
         rows = [
             {
-                "data_source": "arithmetic",
-                "prompt": [{"role": "user", "content": payload["question"]}],
-                "reward_model": {"style": "rule", "ground_truth": payload["answer"]},
-                "extra_info": {"index": number},
+                "data_source": "benchmark",
+                "prompt": [{"role": "user", "content": question}],
+                "reward_model": {"style": "rule", "ground_truth": answer},
+                "extra_info": {"index": number, **more},
             }
-            for number, payload in enumerate(payloads)
+            for number, (question, answer, more) in enumerate(asked)
         ]
         questions = self.work / "questions.parquet"
         parquet.write_table(pa.Table.from_pylist(rows), questions)
@@ -98,7 +140,7 @@ class Training:
             "algorithm.adv_estimator=grpo",
             "actor_rollout_ref.rollout.calculate_log_probs=True",
             "reward.num_workers=1",
-            f"reward.custom_reward_function.path={HERE / 'arithmetic_reward.py'}",
+            f"reward.custom_reward_function.path={HERE / reward}",
         ]
 
 

@@ -174,6 +174,22 @@ engine for all seeds. The fit decides: after one of half as many steps, three in
 first seed's reward fell from .2 to .1 in ten steps.
 """,
 }
+_GPU_LEARNING = """\
+{device}, verl {verl}, torch {torch}. A model with {hidden} dimensions, {layers} layers and one token per byte opens a
+lock of {digits} digits: the tool `look` reads one digit of the code at a time, {note} times, and a reply without a
+call is the code. The reward is the part of the digits that is right. The model was made on that machine, and fitted
+to {transcripts} rollouts of a player that reads a digit that it does not know with the probability {looks:g}. Each
+training has {steps} steps of GRPO on {prompts} tasks with {group} rollouts each, with verl's v1 trainer and SGLang.
+
+- verl: verl's own tool loop, in which a rollout is a coroutine of the trainer.
+- ours: each rollout is a process that runs on an emulated AgentCore, and calls the model through the gateway; S3 and
+  SQS are emulated, too. Each reply has at most 64 tokens; a reply in verl's loop, what is left of {response_tokens}.
+
+Each has one run, so a difference of the curves may be chance: the engine samples without a seed.
+"""
+_GPU_LEARNING_TIME = """\
+The time of a step after the first, as verl measures it:
+"""
 _MANY_TURNS_TABLE = """\
 A line is the mean of the seeds, in a band of all seeds. `a -> b` are the means of the first and last {ends} steps.
 The gain is the mean of the seeds' differences, with its 95 % confidence interval (Student's t).
@@ -196,6 +212,7 @@ def pictures(sections: dict[str, Any]) -> dict[str, str]:
     curves = {
         "many_turns": ("many-turns", tuple(_TRAININGS), "reward", 1),
         "learning": ("learning-path", ("verl", "ours"), "right replies", 3),
+        "gpu_learning": ("gpu-learning", ("verl", "ours"), "reward", 0),
         "losses": ("losses", tuple(_VARIANTS), "right answers", 1),
     }
     for section, (name, variants, label, neighbours) in curves.items():
@@ -247,6 +264,14 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
     yield learning_report.learned(results).markdown() + "\n"
     yield _PLAYED
     yield learning_report.in_play(results).markdown() + "\n"
+
+
+def _gpu_learning(results: dict[str, Any]) -> Iterator[str]:
+    yield _GPU_LEARNING.format(device=results["device"], **results["versions"], **results["settings"])
+    yield "![The reward over the steps](results-gpu-learning.svg)\n"
+    yield learning_report.on_a_gpu(results).markdown() + "\n"
+    yield _GPU_LEARNING_TIME
+    yield learning_report.parts(results).markdown() + "\n"
 
 
 def _learning(results: dict[str, Any]) -> Iterator[str]:
@@ -335,6 +360,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "many_turns": ("Many turns, segments and tools", _many_turns),
     "identity": ("The same training as with verl's own agent loop", _identity),
     "learning": ("Learning through the cloud", _learning),
+    "gpu_learning": ("Learning on one GPU", _gpu_learning),
     "parts": ("Where a step's time goes", _parts),
     "losses": ("What lost rollouts cost", _losses),
     "long_run": ("A long run with kills", _long_run),

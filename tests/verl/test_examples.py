@@ -28,6 +28,7 @@ QUALIFY = EXAMPLES / "train_gpu" / "qualify.py"
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_each_step_trains_tokens_sampled_by_the_previous_steps_weights(tmp_path: Path) -> None:
     script, work = EXAMPLES / "train_arithmetic" / "train.py", tmp_path / "work"
