@@ -390,7 +390,8 @@ class RolloutManager:
             if not running.done():
                 current.abort(run.failure())
             result = await running
-            await run.lease.try_to_confirm()
+            if not await run.lease.try_to_confirm():
+                log.warning("S3 does not answer: another manager may have taken the run over")
         except RunHeld as error:
             run.lease.mark_lost(error)
             raise

@@ -38,6 +38,7 @@ from rollout_backend.errors import (
     ResultMissing,
     RolloutBackendError,
     RunHeld,
+    RuntimeCallError,
     StoreError,
     WriteConflict,
 )
@@ -247,19 +248,19 @@ class RunLease:
         if self.lost is not None:
             raise self.lost
 
-    async def try_to_confirm(self) -> None:
-        """Wait until the lease is known to be valid, or until S3 has not answered for some minutes.
+    async def try_to_confirm(self) -> bool:
+        """Wait until the lease is known to be valid. Return False if S3 does not answer for minutes after its end.
 
-        A manager that could not renew its lease must not return a step's result before it knows whether another
-        manager has taken the run over. Raises RunHeld.
+        A manager that could not renew its lease must not return a step's result, or stop a session, before it knows
+        whether another manager has taken the run over. Raises RunHeld.
         """
+        left_s = self._renewed_at + _VALID_SHARE * self._lease_s + self._retry_s - _clock()
         try:
-            async with asyncio.timeout(self._retry_s):
+            async with asyncio.timeout(max(0.0, left_s)):
                 await self.wait_confirmed()
         except TimeoutError:
-            log.warning(
-                "the run's lease could not be renewed for %g s; another manager may hold the run", self._retry_s
-            )
+            return False
+        return True
 
     async def release(self) -> None:
         """Release the lease, so that the next manager need not wait for it to expire."""
@@ -385,7 +386,7 @@ class RunLease:
 
 
 class FencedRuntime:
-    """A runtime that starts sessions only while this manager's lease is valid."""
+    """A runtime that starts and stops sessions only while this manager's lease is valid."""
 
     def __init__(
         self, runtime: SessionCalls, lease: RunLease, calls: CallQueue, call: CallKind = CallKind.INVOKE
@@ -406,8 +407,13 @@ class FencedRuntime:
             await self._calls.admit(self._call)
         return await self._runtime.invoke(session_id, payload)
 
-    async def stop(self, session_id: str) -> None:
-        await self._runtime.stop(session_id)
+    async def stop(self, session_id: str) -> bool | None:
+        """Stop a session, which another manager that has taken the run over may have adopted. Raises RunHeld."""
+        while not self._lease.is_confirmed:
+            if not await self._lease.try_to_confirm():
+                raise RuntimeCallError("S3 does not answer, so another manager may have taken the run over")
+            await self._calls.admit(CallKind.STOP)
+        return await self._runtime.stop(session_id)
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
         self._runtime.adopt(session_id, payload)

@@ -15,7 +15,14 @@ import pytest
 from agent_wrapper.contract import ContractError, manifest_key
 from agent_wrapper.shared.processes import boot_clock
 from rollout_backend.config import AwsConfig, StorageConfig
-from rollout_backend.errors import InvokeRejected, ResultMissing, RunHeld, StoreError, WriteConflict
+from rollout_backend.errors import (
+    InvokeRejected,
+    ResultMissing,
+    RunHeld,
+    RuntimeCallError,
+    StoreError,
+    WriteConflict,
+)
 from rollout_backend.run import lease as run_lease
 from rollout_backend.run.collect.manifest_store import ManifestStore
 from rollout_backend.run.collect.store import ResultStore, StoredObject
@@ -292,12 +299,26 @@ async def test_a_manager_that_has_lost_the_run_starts_no_agent(manager):
     runtime.invoke.assert_not_called()
 
 
-async def test_a_lease_that_cannot_be_confirmed_for_minutes_is_reported(manager, caplog):
-    first = await start(manager())
+async def test_a_manager_that_has_lost_the_run_stops_no_agent(manager):
+    first, runtime = await start(manager()), AsyncMock()
+    fenced = FencedRuntime(runtime, first, CallQueue(1000, 1000))
+    runtime.stop.return_value = False
+    assert await fenced.stop("a") is False  # the runtime does not know it
+    runtime.stop.reset_mock()
     first._renewed_at -= LONG
-    first._retry_s = 0.1
-    await first.try_to_confirm()
-    assert "another manager may hold the run" in caplog.text
+    with pytest.raises(RuntimeCallError, match="another manager may have taken the run over"):
+        await fenced.stop("a")
+    first.mark_lost(RunHeld("taken"))
+    with pytest.raises(RunHeld):
+        await fenced.stop("a")
+    runtime.stop.assert_not_called()
+
+
+async def test_a_lease_that_cannot_be_confirmed_for_minutes_is_unknown(manager):
+    first = await start(manager())
+    assert await first.try_to_confirm()
+    first._renewed_at -= LONG
+    assert not await first.try_to_confirm()
 
 
 # --- the manifests of a run with two managers -------------------------------------------------------------
