@@ -190,10 +190,6 @@ async def prepare(work: Path, size: Size, game: Lock, device: str) -> Path:
     return model
 
 
-class Stopped(Exception):
-    """The command ends before the trainings do."""
-
-
 # --- what the machine does --------------------------------------------------------------------------------
 
 
@@ -208,34 +204,27 @@ def load_of(device: str) -> tuple[float, float]:
 
 
 @contextlib.asynccontextmanager
-async def watched(training: Training, device: str, last_step: int | None) -> AsyncIterator[None]:
-    """Append a line each second to `load.jsonl`: the steps logged until then, how busy the device is, MiB in use.
-
-    Raises Stopped once `last_step` was logged.
-    """
+async def watched(training: Training, device: str) -> AsyncIterator[None]:
+    """Append a line each second to `load.jsonl`: the steps logged until then, how busy the device is, MiB in use."""
 
     async def watch() -> None:
         with (training.work / "load.jsonl").open("a") as file:
-            while (step := len(training.logged())) != last_step:
-                line = [step, *await asyncio.to_thread(load_of, device)]
+            while True:
+                line = [len(training.logged()), *await asyncio.to_thread(load_of, device)]
                 print(json.dumps(line), file=file, flush=True)
                 await asyncio.sleep(1)
-        raise Stopped
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch())
-            yield
-            watching.cancel()
-    except* Stopped:
-        raise Stopped from None
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch())
+        yield
+        watching.cancel()
 
 
 # --- the trainings ----------------------------------------------------------------------------------------
 
 
-async def train(variant: str, training: Training, size: Size, game: Lock, device: str, last: int | None) -> None:
-    """Train to the last step, or continue after the last checkpoint. Raises Stopped once step `last` was logged."""
+async def train(variant: str, training: Training, size: Size, game: Lock, device: str) -> None:
+    """Train to the last step, or continue after the last checkpoint."""
     work, rollout = training.work, "actor_rollout_ref.rollout"
     own = [
         *batch_overrides(
@@ -264,10 +253,10 @@ async def train(variant: str, training: Training, size: Size, game: Lock, device
             f"{rollout}.multi_turn.tool_config_path={tools}",
             f"{rollout}.multi_turn.max_assistant_turns={max_replies(codes[0])}",
         ]
-        async with watched(training, device, last):
+        async with watched(training, device):
             await training.run(own, {})
         return
-    async with game.cloud(work) as cloud, watched(training, device, last):
+    async with game.cloud(work) as cloud, watched(training, device):
         settings = {**cloud.settings(), "output_dir": str(work / "runs"), "timeouts": TIMEOUTS}
         await training.run([*training.through_backend(settings), *own], cloud.environ)
 
@@ -334,8 +323,7 @@ async def run(options: Any, size: Size, device: str) -> None:
             if len(training.logged()) < size.steps:
                 tasks = game.tasks(0, size.prompts * (size.steps + 1))
                 training.tasks.write_text("".join(json.dumps(task.as_row()) + "\n" for task in tasks))
-                last = options.stop_at_step if variant == OURS else None
-                await train(variant, training, size, game, device, last)
+                await train(variant, training, size, game, device)
             print(variant, *(f"{step['critic/score/mean']:.2f}" for step in training.logged()), flush=True)
     finally:
         write()
@@ -352,7 +340,6 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_learning"), help="folder to continue from")
     parser.add_argument("--minutes", type=float, help="stop after this time")
-    parser.add_argument("--stop-at-step", type=int, help="stop after this step of the second training")
     options = parser.parse_args()
     size, device = (SMALL, "cpu") if options.smoke else (FULL, "cuda")
 
@@ -362,7 +349,7 @@ def main() -> None:
 
     try:
         asyncio.run(limited())
-    except (TimeoutError, Stopped):
+    except TimeoutError:
         sys.exit("stopped as asked: run the command again to continue")
 
 

@@ -90,26 +90,17 @@ def test_verls_tool_loop_and_the_gateway_have_the_same_tokens_and_reward(
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_learning_run_runs_on_the_cpu_and_continues_where_it_was_stopped(
-    tmp_path: Path, repository: Path
-) -> None:
+def test_the_learning_run_runs_on_the_cpu(tmp_path: Path, repository: Path) -> None:
     written, work = tmp_path / "found.json", tmp_path / "work"
     script = repository / "benchmarks" / "gpu_learning.py"
     command = [sys.executable, str(script), "--smoke", "--work", str(work), "--json", str(written)]
-    # The first command ends within the second training, and the second one continues it.
-    stopped = subprocess.run([*command, "--stop-at-step", "1"], capture_output=True, text=True, check=False)
-    assert stopped.returncode == 1
-    assert "run the command again" in stopped.stderr, stopped.stderr[-4000:]
-    runs = {run["variant"]: run for run in json.loads(written.read_text())["results"]["runs"]}
-    assert 1 <= len(runs["ours"]["right"]) < len(runs["verl"]["right"]) == 3
-
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(written.read_text())["results"]
     runs = {run["variant"]: run for run in results["runs"]}
     assert [(name, len(run["right"]), run["started"]) for name, run in runs.items()] == [
         ("verl", 3, 1),
-        ("ours", 3, 2),
+        ("ours", 3, 1),
     ]
     for run in runs.values():
         # The engine sampled with the trainer's weights.
