@@ -9,7 +9,8 @@ import pytest
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
 from builders import complete, run_config
-from rollout_backend.core.seal import Sealer
+from rollout_backend.core.seal import SealClaims, Sealer
+from rollout_backend.core.session_key import read_claims
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.model.gateway.access import allow_files
 from rollout_backend.model.serving import gateway_process
@@ -38,7 +39,8 @@ async def test_a_gateway_process_serves_seals_revokes_and_logs_nothing_private(t
             other = fleet.endpoint(claims("other"))
             await complete(other, "a very private question")
             trajectory = await fetch_trajectory(other, budget_s=120)
-            assert trajectory.seal == Sealer(secret).seal(trajectory, claims("other")).seal
+            sealed = read_claims(trajectory.seal or "", SealClaims)
+            assert trajectory.seal == Sealer(secret).seal(trajectory, claims("other"), sealed.first_call_s).seal
             await fleet.revoke(["s"])
             with pytest.raises(openai.APIStatusError, match="closed"):
                 await complete(endpoint)

@@ -10,8 +10,8 @@ import pytest
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
 from builders import complete, eventually, user
-from rollout_backend.core.seal import Sealer
-from rollout_backend.core.session_key import shard_of
+from rollout_backend.core.seal import SealClaims, Sealer
+from rollout_backend.core.session_key import read_claims, shard_of
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.model.serving.gateway_fleet import GatewayFleet
 from rollout_backend.model.serving.run_secret import key_secret
@@ -92,7 +92,8 @@ async def test_a_session_survives_deaths_of_its_gateway_and_a_restart_of_its_tra
     assert (text, {logprob for _, logprob in sampled}) == ("onetwothreefour", {LOGPROB})
     assert [message["content"] for message in segment.messages[1::2]] == ["one", "two", "three", "four"]
     assert trajectory.unanswered_calls == 0
-    assert trajectory.seal == Sealer(SECRET).seal(trajectory, claims()).seal
+    sealed = read_claims(trajectory.seal or "", SealClaims)
+    assert trajectory.seal == Sealer(SECRET).seal(trajectory, claims(), sealed.first_call_s).seal
     assert list((tmp_path / "run" / "gateway" / "0-of-1" / "sessions").iterdir()) == []
 
 
