@@ -88,6 +88,7 @@ def test_verls_tool_loop_and_the_gateway_have_the_same_tokens_and_reward(
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_the_learning_run_runs_on_the_cpu(tmp_path: Path, repository: Path) -> None:
