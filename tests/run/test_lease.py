@@ -305,7 +305,7 @@ async def test_a_manager_that_has_lost_the_run_stops_no_agent(manager):
     runtime.stop.return_value = False
     assert await fenced.stop("a") is False  # the runtime does not know it
     runtime.stop.reset_mock()
-    first._renewed_at -= LONG
+    first._renewed_at -= 3 * LONG
     with pytest.raises(RuntimeCallError, match="another manager may have taken the run over"):
         await fenced.stop("a")
     first.mark_lost(RunHeld("taken"))
@@ -317,7 +317,7 @@ async def test_a_manager_that_has_lost_the_run_stops_no_agent(manager):
 async def test_a_lease_that_cannot_be_confirmed_for_minutes_is_unknown(manager):
     first = await start(manager())
     assert await first.try_to_confirm()
-    first._renewed_at -= LONG
+    first._renewed_at -= 3 * LONG
     assert not await first.try_to_confirm()
 
 
