@@ -348,7 +348,7 @@ class RolloutManager:
                 number,
                 wanted,
                 sampling or self.config.sampling,
-                weights=f"{self.config.model.path}@{weights or served.weight_version or ''}",
+                weights=f"{self.config.model.path}@{weights or served.weights_name}",
                 same_weights=same_weights,
                 allow_subset=allow_subset,
                 adapter=adapter,
@@ -444,8 +444,9 @@ class RolloutManager:
         """
         return self._started.serving.weight_version
 
-    async def update_weights(self, weights: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
-        """Serve new weights: a folder with safetensors, or the tensors themselves, such as `model.state_dict()`.
+    async def update_weights(self, weights: Path | str | Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Serve new weights: a folder with safetensors, or the tensors themselves, such as `model.state_dict()`. With
+        `serving.kind=tinker`, the path of weights that the service has saved for sampling.
 
         Names and shapes must be those of `model.path`. Tensors are written to `serving.weights_dir`, where the newest
         ones are kept; with `serving.weight_transfer` `gloo` they are sent over the network, and a copy stays in this
@@ -460,7 +461,7 @@ class RolloutManager:
         Raises:
             WeightsMismatch: names or shapes are not the model's, or tensors have NaN or infinite values. The engines
                 were not paused.
-            ConfigError: `serving.kind` is not `process` or `ray`, or a folder is no model folder with safetensors.
+            ConfigError: `serving.kind` takes no such weights, or a folder is no model folder with safetensors.
             WeightUpdateFailed: no engine loaded the weights. All restart with the previous weights.
             ServingError: the weights could not be written.
         """

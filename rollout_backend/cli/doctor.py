@@ -58,6 +58,7 @@ async def doctor(
     from rollout_backend.run.checks.examination import examine
     from rollout_backend.run.checks.machine import check_agent
     from rollout_backend.run.checks.preflight import check_tasks
+    from rollout_backend.training.checks import check_service
 
     try:
         if config is None and stack is None:
@@ -80,6 +81,9 @@ async def doctor(
         runs_file = getattr(settings.run_runtime, "app", None) is None
         findings.append(await asyncio.to_thread(check_agent, agent, runs_file=runs_file))
     findings += await examine(settings, rollouts, machine=not services, engine=engine)
+    service = settings.training_service
+    if service is not None and service.kind == "tinker" and settings.serving.kind != "tinker":
+        findings += await check_service(settings, trains=True)
     findings = [*group_by_cause([*findings, *of_tasks])]
     if as_json:
         print(json.dumps([finding.fields() for finding in findings], indent=1))

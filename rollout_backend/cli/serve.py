@@ -58,8 +58,8 @@ def serving_config(checkpoint: Path, config: Path | None, overrides: Sequence[st
         # A relay has one training side. A second one would take it over and end a running training.
         "relay": None,
     }
-    if trained is not None and trained.serving.kind == "external":
-        # External servers belong to the trainer.
+    if trained is not None and trained.serving.kind in ("external", "tinker"):
+        # External servers belong to the trainer, and a service does not serve checkpoints on disk.
         top["serving"] = {"kind": "process", "engine": trained.serving.engine}
     merge_overrides(top, overrides)
     return load_config(config, top=top)

@@ -60,6 +60,7 @@ async def train(
     from rollout_backend.manager import RolloutManager
     from rollout_backend.run.checks.preflight import check_tasks
     from rollout_backend.run.collect.store import ResultStore
+    from rollout_backend.training.checks import check_service
     from rollout_backend.training.loop import TrainingLoop
     from rollout_backend.training.sampling_server import SamplingServer, ServiceRollouts
     from rollout_backend.training.service import service_of
@@ -95,7 +96,12 @@ async def train(
             f"evaluation after step {number}: {mean_reward(result.rollouts)}, {len(result.rollouts)} rollouts"
         )
 
-    async with service_of(settings) as service, SamplingServer(service, str(settings.model.path)) as server:
+    if section.kind == "tinker":
+        raise_problems(await check_service(settings, trains=True))
+    async with (
+        service_of(settings) as service,
+        SamplingServer(service, str(settings.model.path), settings.timeouts.model_call_s) as server,
+    ):
         serving = settings.serving.model_copy(update={"urls": (server.url,)})
         manager = RolloutManager(
             settings.model_copy(update={"serving": serving}),

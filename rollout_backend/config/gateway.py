@@ -133,6 +133,12 @@ class GatewayConfig(Section):
             wanted = min(wanted, 65536 - self.port)
         return self.model_copy(update={"processes": max(1, wanted) if fits else 1})
 
+    def without_formats_and_images(self) -> Self:
+        """Return the section for an engine that has neither, except where the settings ask for them."""
+        refused = {"constrained_decoding": "refuse", "max_images": 0}
+        unset = refused.keys() - self.model_fields_set
+        return self.model_copy(update={name: refused[name] for name in unset})
+
     def check_run(self, run: RolloutConfig) -> None:
         if self.kind != "ray":
             return

@@ -87,7 +87,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        self.__dict__["gateway"] = self.gateway.sized(self.runtime.max_sessions, len(os.sched_getaffinity(0)))
+        gateway = self.gateway.sized(self.runtime.max_sessions, len(os.sched_getaffinity(0)))
+        if self.serving.kind == "tinker":
+            gateway = gateway.without_formats_and_images()
+        self.__dict__["gateway"] = gateway
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 section.check_run(self)

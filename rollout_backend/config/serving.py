@@ -27,6 +27,7 @@ ENGINE_KINDS: Mapping[str, str] = {
     "process": "rollout_backend.model.serving.local_engine.LocalEngineFactory",
     "ray": "rollout_backend.model.serving.ray_servers.RayEngineFactory",
     "external": "rollout_backend.model.serving.external_engine.ExternalEngineFactory",
+    "tinker": "rollout_backend.training.sampling_server.ServiceEngineFactory",
 }
 """Import path of the `EngineFactory` of each kind. It is imported when a run starts, because Ray is slow to
 import."""
@@ -58,8 +59,9 @@ class ServingConfig(Section):
         json_schema_extra={"anyOf": [{"enum": [*ENGINE_KINDS]}, {"type": "string", "format": "import path"}]},
     )
     """`process`: servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs. `external`:
-    servers at `urls`, which you run yourself. Any other value is the import path of an `EngineFactory` subclass in
-    your own package."""
+    servers at `urls`, which you run yourself. `tinker`: the service that `training_service` names, without an engine
+    or a GPU of yours; see [training-services.md](training-services.md). Any other value is the import path of an
+    `EngineFactory` subclass in your own package."""
     engine: EngineName = "sglang"
     """The inference engine of the servers. `vllm` supports neither `kind=ray` nor images, and uses no router:
     gateways select a server by the session's id."""
@@ -186,6 +188,13 @@ class ServingConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _fits_a_service(self) -> Self:
+        for name in ("engine", "servers", "lora_rank", "extra_args", "weight_transfer"):
+            if self.kind == "tinker" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with kind=tinker, whose service starts no engine: remove it")
+        return self
+
+    @model_validator(mode="after")
     def _takes_tensors(self) -> Self:
         if self.weight_transfer == "disk":
             return self
@@ -239,6 +248,8 @@ class ServingConfig(Section):
         return arguments
 
     def check_run(self, run: RolloutConfig) -> None:
+        if self.kind == "tinker":
+            _check_service(run)
         for setting, value, default in (
             ("kind", run.router.kind, "sglang-router"),
             ("policy", run.router.policy, "manual"),
@@ -268,6 +279,25 @@ class ServingConfig(Section):
     def startup_s(self, weight_bytes: int = 0) -> float:
         """Return `startup_timeout_s`, or its default for a model of this size."""
         return self.startup_timeout_s or math.ceil(_STARTUP_S + weight_bytes / _LOADED_PER_S)
+
+
+def _check_service(run: RolloutConfig) -> None:
+    """Raise ValueError unless a training service is named and does what the settings ask for."""
+    if run.training_service is None:
+        raise ValueError("kind=tinker needs the section training_service: set at least training_service.base_model")
+    if run.training_service.kind != "tinker":
+        raise ValueError(
+            f"kind=tinker samples from no service of kind={run.training_service.kind}: use `rollout train`"
+        )
+    if run.model.routed_experts:
+        raise ValueError("kind=tinker: a training service reports no routed experts: set model.routed_experts=false")
+    if run.gateway.constrained_decoding == "allow":
+        raise ValueError(
+            "kind=tinker: a training service forces no format: leave out gateway.constrained_decoding, and set "
+            "gateway.forced_tools=as_auto for agents that force tool calls"
+        )
+    if run.gateway.max_images:
+        raise ValueError("kind=tinker: a training service is sent no images: leave out gateway.max_images")
 
 
 RouterKind = Literal["sglang-router", "smg"]

@@ -62,6 +62,9 @@ class TrainingServiceConfig(Section):
     base_model: str
     """Name of the base model on the service; with `kind: sagemaker`, its ARN in SageMaker's hub. `model.path` must
     hold its tokenizer."""
+    sampler: str = ""
+    """Path of saved weights of that model, from which a run with `serving.kind=tinker` samples. Default: the base
+    model."""
     rank: int = Field(default=32, ge=1)
     """Rank of the LoRA adapter that is trained."""
     steps: int = Field(default=100, ge=1)

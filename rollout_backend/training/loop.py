@@ -121,6 +121,10 @@ class TrainingLoop:
         if config.training_service is None:
             raise ConfigError("training_service is not set: set at least training_service.base_model")
         settings = config.training_service
+        if settings.sampler:
+            raise ConfigError(
+                "training_service.sampler: a training samples from the weights that it trains: leave it out"
+            )
         if settings.tasks_per_step > len(tasks):
             raise ConfigError(
                 f"training_service.tasks_per_step is {settings.tasks_per_step}, and there are {len(tasks)} "

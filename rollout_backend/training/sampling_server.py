@@ -1,11 +1,14 @@
 """Serve a training service's samplers on this machine, in the format of SGLang's `/generate`, to the run's router.
 
+`ServiceEngineFactory` makes such a server the engine of a run (`serving.kind=tinker`).
+
 Invariants:
 
 - A call samples from the weights that were the newest when it began, and its reply names their version.
 - Token ids and logprobs are the service's, unchanged. A reply without a logprob for each token is an error.
 - What the service cannot do (images, forced formats, logit bias, adapters, routed experts) is refused by name.
-- A fault of the service answers 503, which the gateway retries until the call's deadline.
+- A fault of the service costs a call time: it is repeated until its deadline. What the service has forgotten, as
+  after a restart, is opened again.
 - A call at the service is never taken for lost, however long its reply takes: the service would bill it again.
 """
 
@@ -15,18 +18,29 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
+from tenacity import wait_random_exponential
 
 from rollout_backend.base.local_keys import HOST
+from rollout_backend.base.retry import log_retry, retry_until
+from rollout_backend.config import RolloutConfig
+from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import ConfigError, TrainingServiceError
+from rollout_backend.errors import ConfigError, StartupError, TrainingServiceError
 from rollout_backend.manager import RolloutManager
+from rollout_backend.model.serving.engine import EngineFactory
 from rollout_backend.run.accounts.step_report import StepResult
-from rollout_backend.training.service import Sampler, TrainingService
+from rollout_backend.training.checks import check_service
+from rollout_backend.training.service import Forgotten, Sampler, TrainingService
+from rollout_backend.training.tinker import TinkerService
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +50,9 @@ _MAX_CALLS = 2**20
 _server_log = logging.getLogger(f"{__name__}.http")
 # A router first probes a new engine with gRPC, which is no HTTP/1.
 _server_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage)))
+_PAUSES = wait_random_exponential(multiplier=1, max=30)
+_RECONNECT_S = 5.0
+_LOG_EVERY_S = 30.0
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -52,12 +69,16 @@ _UNSUPPORTED = ("image_data", "lora_path", "return_routed_experts")
 class SamplingServer:
     """An async context manager. `url` is the server's, for `serving.urls`."""
 
-    def __init__(self, service: TrainingService, model_path: str) -> None:
+    def __init__(self, service: TrainingService, model_path: str, model_call_s: float) -> None:
+        """While the service fails, a call is repeated for `model_call_s` at most."""
         self.url = ""
         self._service = service
         self._model_path = model_path
-        self._sampler: Sampler | None = None
-        self._version = 0
+        self._model_call_s = model_call_s
+        self._served: _Served | None = None
+        self._reopening = asyncio.Lock()
+        # Time of the event loop at which the last failure was logged.
+        self._logged_at = -math.inf
         self._at_service = 0
         self._load_reports = 0
         # Set while no call is at the service.
@@ -76,6 +97,7 @@ class SamplingServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/update_weights_from_disk", self._update_weights)
         # A hung-up call ends its request to the service.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=_server_log, shutdown_timeout=1.0
@@ -91,7 +113,7 @@ class SamplingServer:
 
     async def serve(self, path: str, version: int) -> None:
         """Sample further calls from these weights. Raises ConfigError or TrainingServiceError."""
-        self._sampler, self._version = await self._service.sampler(path), version
+        self._served = _Served(path, str(version), await self._service.sampler(path))
 
     async def _healthy(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -102,7 +124,7 @@ class SamplingServer:
                 "model_path": self._model_path,
                 "tokenizer_path": self._model_path,
                 "is_generation": True,
-                "weight_version": str(self._version),
+                "weight_version": self._served.version if self._served is not None else "",
                 "enable_deterministic_inference": True,
             }
         )
@@ -132,28 +154,46 @@ class SamplingServer:
             if not self._at_service:
                 self._idle.set()
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
-        sampler, version = self._sampler, str(self._version)
+
+        async def serve() -> None:
+            await self.serve(body["model_path"], int(body["weight_version"]))
+
+        try:
+            warn = log_retry(log, "opening the weights %s", body["model_path"])
+            await retry_until(self._call_ends_at(), serve, TrainingServiceError, _PAUSES, before_sleep=warn)
+        except (ConfigError, TrainingServiceError) as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        return web.json_response({"success": True, "message": ""})
+
+    def _call_ends_at(self) -> float:
+        return asyncio.get_running_loop().time() + self._model_call_s
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body, served = await request.json(), self._served
         params = body["sampling_params"]
         # A gateway, or the check of the engine, asks for any token. No trained call has temperature 0.
         if body["input_ids"] == [0] and (params.get("max_new_tokens"), params.get("temperature")) == (1, 0):
             # A sample would cost money. An answer would say that calls without one are lost.
             await self._idle.wait()
-            reply = _reply(body, [0], [-0.5], "length", version)
-            return web.json_response(reply)
+            return web.json_response(_reply(body, [0], [-0.5], "length", "" if served is None else served.version))
         try:
             params = _service_params(body)
-            if sampler is None:
+            if served is None:
                 raise TrainingServiceError("no weights are served yet")
             with self._counted():
-                tokens, logprobs, reason = await self._service.sample(sampler, body["input_ids"], params)
+                tokens, logprobs, reason = await retry_until(
+                    self._call_ends_at(),
+                    lambda: self._sample(served, body["input_ids"], params),
+                    TrainingServiceError,
+                    _PAUSES,
+                )
         except ConfigError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         except TrainingServiceError as error:
-            log.warning("%s", error)
             return web.json_response({"error": {"message": str(error)}}, status=503)
-        reply = _reply(body, tokens, logprobs, reason, version)
+        reply = _reply(body, tokens, logprobs, reason, served.version)
         if not body.get("stream"):
             return web.json_response(reply)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -161,6 +201,34 @@ class SamplingServer:
         with contextlib.suppress(ConnectionError):
             await stream.write(f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n".encode())
         return stream
+
+    async def _sample(
+        self, served: _Served, prompt: Sequence[int], params: Mapping[str, Any]
+    ) -> tuple[list[int], list[float], str]:
+        sampler = served.sampler
+        try:
+            return await self._service.sample(sampler, prompt, params)
+        except Forgotten:
+            async with self._reopening:
+                # Another call may have opened it.
+                if served.sampler is sampler:
+                    served.sampler = await self._service.sampler(served.path)
+            raise
+        except TrainingServiceError as error:
+            # All calls in flight fail together.
+            if (now := asyncio.get_running_loop().time()) > self._logged_at + _LOG_EVERY_S:
+                self._logged_at = now
+                log.warning("%d model calls wait for the training service: %s", self._at_service, error)
+            raise
+
+
+@dataclass
+class _Served:
+    """Weights that are served."""
+
+    path: str
+    version: str
+    sampler: Sampler
 
 
 def _service_params(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +259,71 @@ def _reply(
             "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
         },
     }
+
+
+class ServiceEngineFactory(EngineFactory):
+    """Makes the engine of `serving.kind=tinker`: a server in this process that samples from the service."""
+
+    count = 1
+    takes_weights = True
+
+    def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
+        self._config = config
+
+    async def check(self) -> Sequence[CheckResult]:
+        return await check_service(self._config, trains=False)
+
+    def make(self, number: int) -> ServiceEngine:
+        return ServiceEngine(self._config)
+
+
+class ServiceEngine:
+    """A `SamplingServer` with a client of the service. It serves `training_service.sampler` or the base model."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        assert config.training_service is not None
+        self.url = ""
+        self._settings = config.training_service
+        self._service = TinkerService(self._settings, trains=False)
+        self._server = SamplingServer(self._service, str(config.model.path), config.timeouts.model_call_s)
+        self._timeout_s = config.serving.startup_s()
+        self._stack = AsyncExitStack()
+
+    async def reserve(self) -> AsyncIterator[str]:
+        """Wait until the service answers."""
+        until = asyncio.get_running_loop().time() + self._timeout_s
+        while (why := await self._connect(until)) is not None:
+            if asyncio.get_running_loop().time() >= until:
+                limit = f"within {self._timeout_s:g} s (serving.startup_timeout_s)"
+                raise StartupError(f"the training service cannot be used {limit}: {why}")
+            yield f"waits for the training service: {why}"
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _connect(self, until: float) -> str | None:
+        """Connect to the service. Return why it cannot be used yet; None if it can. Raises StartupError."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._stack.enter_async_context(self._service)
+                await self._server.serve(self._settings.sampler, 0)
+        except ConfigError as error:
+            raise StartupError(str(error)) from error
+        except (TrainingServiceError, TimeoutError) as error:
+            await self._stack.aclose()
+            return str(error) or "no answer"
+        return None
+
+    async def start(self) -> None:
+        await self._stack.enter_async_context(self._server)
+        self.url = self._server.url
+
+    async def wait(self) -> str:
+        return str(await asyncio.Event().wait())
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def log_tail(self) -> str:
+        return ""
 
 
 class ServiceRollouts:

@@ -22,6 +22,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.core.advantages import ESTIMATORS, advantages_of
 from rollout_backend.core.rows import Row, mask_group, rows_of
+from rollout_backend.errors import TrainingServiceError
 from rollout_backend.run.accounts.step_report import StepResult
 
 Sampler = NewType("Sampler", object)
@@ -113,6 +114,10 @@ class Checkpoint:
 
     state: str
     sampler: str
+
+
+class Forgotten(TrainingServiceError):
+    """The service does not know a session, a model or a sampler any more, as after a restart."""
 
 
 class TrainingService(Protocol):

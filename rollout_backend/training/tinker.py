@@ -1,6 +1,9 @@
-"""Train a LoRA model with the SDK `tinker`, on a service that has Tinker's API.
+"""Train and sample a LoRA model with the SDK `tinker`, on a service that has Tinker's API.
 
-Invariant: each call ends after `training_service.call_s`, however long the SDK repeats it.
+Invariants:
+
+- Each call ends after `training_service.call_s`, however long the SDK repeats it.
+- A service that has restarted may have forgotten the session: it is opened again.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ from typing import Any, Self
 
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.training.service import Checkpoint, Datum, Sampler
+from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Sampler
 
 KEY_VARIABLE = "TINKER_API_KEY"
+# The SDK accepts no other keys.
+_KEY_STARTS = ("tml-", "eyJ")
 _EXPIRES_S = 30 * 86_400
+_TOKENIZER_S = 60.0
 
 
 class TinkerService:
@@ -30,8 +36,13 @@ class TinkerService:
         checkpoint = await service.save("step-1", keep=True)
     """
 
-    def __init__(self, settings: TrainingServiceConfig) -> None:
+    context_tokens: int | None = None
+    """Tokens of the base model's context on the service; None if it does not say."""
+
+    def __init__(self, settings: TrainingServiceConfig, *, trains: bool = True) -> None:
+        """Without `trains`, the service need only sample the base model."""
         self._settings = settings
+        self._use = "trainable" if trains else "sampleable"
         self._client: Any = None
         self._model: Any = None
 
@@ -50,29 +61,51 @@ class TinkerService:
             raise ConfigError(
                 "the SDK tinker is not installed: install this package with its extra `tinker`"
             ) from None
-        if not os.environ.get(KEY_VARIABLE):
-            raise ConfigError(f"{KEY_VARIABLE} is not set: set it to your key of the training service")
-        settings = self._settings
-        url = {} if settings.base_url is None else {"base_url": settings.base_url}
-
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key.startswith(_KEY_STARTS):
+            wrong = "does not begin with tml-, as the SDK requires" if key else "is not set"
+            raise ConfigError(f"{KEY_VARIABLE} {wrong}: set it to your key of the training service")
+        settings, url = self._settings, self._url
         # Version 0.25, which SkyRL 0.4.0 needs, has no client without a session.
         make = getattr(tinker, "RestClient", tinker.ServiceClient)
         async with self._explained("asking for the models"):
             capabilities = await _in_thread(lambda: make(**url).get_server_capabilities())
-        names = [
-            model.model_name
+        models = {
+            model.model_name: model
             for model in capabilities.supported_models
-            if getattr(model, "trainable", True) is not False
-        ]
-        if settings.base_model not in names:
+            if getattr(model, self._use, True) is not False
+        }
+        if settings.base_model not in models:
+            verb = "train" if self._use == "trainable" else "sample"
             raise ConfigError(
-                f"training_service.base_model: the service does not train {settings.base_model!r}. It trains: "
-                f"{', '.join(sorted(filter(None, names)))}"
+                f"training_service.base_model: the service does not {verb} {settings.base_model!r}. It {verb}s: "
+                f"{', '.join(sorted(filter(None, models))) or 'nothing'}"
             )
-        async with self._explained("opening a session"):
-            self._client = await _in_thread(lambda: tinker.ServiceClient(**url))
-            await _in_thread(lambda: self._client.holder)
+        self.context_tokens = getattr(models[settings.base_model], "max_context_length", None)
+        await self._open()
         return self
+
+    @property
+    def _url(self) -> dict[str, str]:
+        return {} if self._settings.base_url is None else {"base_url": self._settings.base_url}
+
+    async def _open(self) -> None:
+        import tinker
+
+        async with self._explained("opening a session"):
+            client = await _in_thread(lambda: tinker.ServiceClient(**self._url))
+            await _in_thread(lambda: client.holder)
+        self._client = client
+
+    async def _in_session(self, what: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call of the SDK. If the service does not know the session, open another one."""
+        try:
+            async with self._explained(what):
+                return await _in_thread(call)
+        except Forgotten:
+            await self._open()
+            async with self._explained(what, forgets=False):
+                return await _in_thread(call)
 
     async def __aexit__(self, *exc_info: object) -> None:
         with contextlib.suppress(TrainingServiceError, ConfigError):
@@ -83,15 +116,14 @@ class TinkerService:
     async def begin(self, state: str | None) -> None:
         self._model = None
         settings = self._settings
-        async with self._explained(f"creating a model of {settings.base_model!r} with rank {settings.rank}"):
-            client, base = self._client, settings.base_model
-            self._model = await _in_thread(
-                lambda: (
-                    client.create_lora_training_client(base, rank=settings.rank)
-                    if state is None
-                    else client.create_training_client_from_state_with_optimizer(state)
-                )
-            )
+        self._model = await self._in_session(
+            f"creating a model of {settings.base_model!r} with rank {settings.rank}",
+            lambda: (
+                self._client.create_lora_training_client(settings.base_model, rank=settings.rank)
+                if state is None
+                else self._client.create_training_client_from_state_with_optimizer(state)
+            ),
+        )
 
     async def train(self, batches: Sequence[Sequence[Datum]]) -> dict[str, float]:
         import tinker
@@ -126,14 +158,42 @@ class TinkerService:
             return Checkpoint((await state).path, (await sampler).path)
 
     async def sampler(self, path: str) -> Sampler:
-        """Return a client of saved weights."""
-        async with self._explained(f"opening the weights {path}"):
-            return Sampler(await _in_thread(lambda: self._client.create_sampling_client(model_path=path)))
+        """Return a client of saved weights, or of the base model if `path` is empty."""
+        base = self._settings.base_model
+        source = {"model_path": path} if path else {"base_model": base}
+        sampler = await self._in_session(
+            f"opening the weights {path or base}", lambda: self._client.create_sampling_client(**source)
+        )
+        async with self._explained("asking for the base model of the weights"):
+            found = await _in_thread(sampler.get_base_model)
+        if found.partition(":")[0] != base.partition(":")[0]:
+            raise ConfigError(f"{path} has weights of {found}, and training_service.base_model is {base}")
+        return Sampler(sampler)
+
+    async def tokenizer(self, sampler: Any) -> Any:
+        """Return the tokenizer that the SDK finds for a sampler's base model, on this machine or on Hugging Face's
+        hub.
+
+        Raises:
+            TrainingServiceError: it finds none.
+        """
+        try:
+            async with asyncio.timeout(_TOKENIZER_S):
+                return await _in_thread(sampler.get_tokenizer)
+        except Exception as error:
+            # Loading a tokenizer may raise anything.
+            raise TrainingServiceError(f"the SDK finds no tokenizer of it: {_text(error)}") from error
 
     async def sample(
         self, sampler: Any, prompt: Sequence[int], params: Mapping[str, Any]
     ) -> tuple[list[int], list[float], str]:
-        """Return the tokens of one sequence, their logprobs, and why it ended: `stop` or `length`."""
+        """Return the tokens of one sequence, their logprobs, and why it ended: `stop` or `length`.
+
+        Raises:
+            Forgotten: the service does not know the sampler any more.
+            ConfigError: the service refuses the call permanently.
+            TrainingServiceError: it fails or does not answer in time.
+        """
         from tinker import types
 
         async with self._explained("sampling"):
@@ -150,8 +210,10 @@ class TinkerService:
         return list(found.tokens), logprobs, str(getattr(found.stop_reason, "value", found.stop_reason))
 
     @contextlib.asynccontextmanager
-    async def _explained(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Raise the SDK's errors as ours."""
+    async def _explained(
+        self, what: str, timeout_s: float | None = None, *, forgets: bool = True
+    ) -> AsyncIterator[None]:
+        """Raise the SDK's errors as ours. Without `forgets`, what the service does not know is a wrong setting."""
         import tinker
 
         where = self._settings.base_url or "the training service"
@@ -161,7 +223,8 @@ class TinkerService:
         except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
             raise ConfigError(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error
         except (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError) as error:
-            raise ConfigError(f"{what}: {where} refuses it: {_text(error)}") from error
+            kind = Forgotten if forgets and isinstance(error, tinker.NotFoundError) else ConfigError
+            raise kind(f"{what}: {where} refuses it: {_text(error)}") from error
         except tinker.RequestFailedError as error:
             if str(getattr(error.category, "value", error.category)) == "user":
                 raise ConfigError(f"{what}: {where} refuses it: {_text(error)}") from error

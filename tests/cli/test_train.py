@@ -118,6 +118,44 @@ def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
     assert (folder / "report" / "index.html").exists() or (folder / "report.html").exists(), [*folder.iterdir()]
 
 
+@pytest.mark.slow
+def test_a_run_samples_from_a_service_without_an_engine(
+    rollout, settings, files, here, storage: LocalStorage, emulator: TinkerEmulator, run_id: str
+) -> None:
+    agent = here / "agent.py"
+    agent.write_text(AGENT)
+    with serve_agent(agent, storage, here / "agent") as url:
+        config = settings(
+            runtime={"kind": "http", "url": url},
+            queue={"wait_s": 1},
+            run_id=run_id,
+            output_dir="runs",
+            sampling={"max_tokens": 4},
+            group={"size": 2},
+            serving={"kind": "tinker"},
+            training_service={"base_url": emulator.url, "base_model": "tiny"},
+            model={"path": str(BYTE_MODEL), "renderer": "chatml"},
+        )
+        # The first sample fails.
+        emulator.faults.failures.append("server")
+        code, output = rollout("run", config, "--tasks", files[0])
+    assert code == 0, output
+    sampled = {((*each.prompt, *each.tokens), each.logprobs) for each in emulator.samples}
+    assert {each.model_path for each in emulator.samples} == {""}
+    rollouts = [
+        Rollout.decode(path.read_bytes())
+        for path in (here / "runs" / run_id / "rollouts").glob("*/*")
+        if "~" not in path.name
+    ]
+    assert len(rollouts) == 8
+    for each in rollouts:
+        [segment] = each.segments
+        logprobs = tuple(
+            value for value, is_sampled in zip(segment.logprobs, segment.response_mask, strict=True) if is_sampled
+        )
+        assert (tuple(segment.token_ids), logprobs) in sampled
+
+
 def test_what_a_training_lacks_is_named_before_anything_starts(rollout, settings, files, emulator) -> None:
     section = {"base_url": emulator.url, "base_model": "tiny", "tasks_per_step": 2}
     cases = [

@@ -240,6 +240,10 @@ class TinkerEmulator:
             self.faults.queue = state
             self._released.notify_all()
 
+    def forget_samplers(self) -> None:
+        """Forget all samplers, as a service does that restarts."""
+        self._samplers.clear()
+
     async def arrived(self, name: str, count: int) -> None:
         """Wait until this number of requests of a name has arrived."""
         async with self._arrivals:

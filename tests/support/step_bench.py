@@ -314,7 +314,9 @@ class Bench:
         gateways = SimpleNamespace(stats=AsyncMock(side_effect=ServingError("gone")))
         run: Any = SimpleNamespace(
             for_steps=self.services,
-            serving=SimpleNamespace(weight_version=None, named_adapter=lambda name: None, gateways=gateways),
+            serving=SimpleNamespace(
+                weight_version=None, weights_name="", named_adapter=lambda name: None, gateways=gateways
+            ),
             lease=create_autospec(RunLease, instance=True, lost=None),
             limits=self.config.runtime,
             background=[],

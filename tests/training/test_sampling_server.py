@@ -27,7 +27,7 @@ async def emulator(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinkerEmula
 @pytest.fixture
 async def server(emulator: TinkerEmulator) -> AsyncIterator[SamplingServer]:
     settings = TrainingServiceConfig(base_url=emulator.url, base_model="tiny", rank=8)
-    async with TinkerService(settings) as service, SamplingServer(service, "/models/tiny") as serving:
+    async with TinkerService(settings) as service, SamplingServer(service, "/models/tiny", 600.0) as serving:
         await service.begin(None)
         model = next(iter(emulator.trained.values()))
         for version in range(2):
@@ -80,10 +80,28 @@ async def test_what_the_service_lacks_is_refused_by_name(
     assert f"does not support {name}" in reply["error"]["message"]
 
 
-async def test_a_fault_of_the_service_is_answered_503(server: SamplingServer, emulator: TinkerEmulator) -> None:
+async def test_a_fault_of_the_service_costs_a_call_time(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    emulator.faults.failures += ["server", "unknown"]
+    status, reply = await generate(server)
+    assert (status, reply["output_ids"]) == (200, list(emulator.samples[-1].tokens))
+    assert emulator.faults.failures == []
+
+
+async def test_a_fault_that_outlasts_a_call_is_answered_503(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    server._model_call_s = 0.0
     emulator.faults.failures.append("server")
     assert (await generate(server))[0] == 503
-    assert (await generate(server))[0] == 200
+
+
+async def test_a_sampler_that_the_service_has_forgotten_is_opened_again(
+    server: SamplingServer, emulator: TinkerEmulator
+) -> None:
+    opened = emulator.counts["create_sampling_session"]
+    emulator.forget_samplers()
+    replies = await asyncio.gather(*(generate(server) for _ in range(3)))
+    assert [status for status, _ in replies] == [200] * 3
+    assert emulator.counts["create_sampling_session"] == opened + 1
+    assert {sample.model_path.rpartition("/")[2] for sample in emulator.samples} == {"0"}
 
 
 async def test_a_call_that_waits_at_the_service_is_not_lost(server: SamplingServer, emulator: TinkerEmulator) -> None:

@@ -13,6 +13,7 @@ from typing import ClassVar, NoReturn, Protocol, runtime_checkable
 import aiohttp
 
 from rollout_backend.config import EngineName, RolloutConfig
+from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ServingError
 
 REPORT_WAIT_AFTER_S = 5.0
@@ -75,12 +76,15 @@ class EngineFactory(ABC):
     count: int
     """Number of engines to start with."""
     takes_weights: ClassVar[bool] = False
-    """True if this side starts its engines, and they load new weights and adapters through the HTTP interface of
-    `serving.engine`."""
+    """True if they load new weights and adapters through the HTTP interface of `serving.engine`."""
 
     @abstractmethod
     def __init__(self, config: RolloutConfig, log_dir: Path) -> None:
         """Set `count`, unless `open` does. Starts nothing."""
+
+    async def check(self) -> Sequence[CheckResult]:
+        """Check what the engines need, before anything is started. By default, nothing."""
+        return ()
 
     async def open(self) -> None:  # noqa: B027
         """Prepare before the first engine is made; then `count` is final. Raises StartupError or ConfigError."""

@@ -149,13 +149,21 @@ class ModelServing:
         """The version of the newest weights."""
         return self._weights.current.version if self._weights.current is not None else 0
 
-    async def update_weights(self, source: Path | Mapping[str, torch.Tensor]) -> WeightUpdate:
+    @property
+    def weights_name(self) -> str:
+        """The name of the newest weights, by which a step tells whether earlier results have the same ones."""
+        service = self._config.training_service
+        if self._config.serving.kind == "tinker" and service is not None and self._weights.current is None:
+            return service.sampler or service.base_model
+        return str(self.weight_version or "")
+
+    async def update_weights(self, source: Path | str | Mapping[str, torch.Tensor]) -> WeightUpdate:
         """Serve new weights: see `RolloutManager.update_weights`."""
         serving = self._config.serving
         if not self.engines.takes_weights:
             raise ConfigError(
-                f"update_weights needs serving.kind=process or ray, and it is {serving.kind}: update the weights "
-                "where those engines are started"
+                f"update_weights needs serving.kind=process, ray or tinker, and it is {serving.kind}: update the "
+                "weights where those engines are started"
             )
         if serving.engine != "sglang":
             raise ConfigError(

@@ -53,14 +53,15 @@ _BUCKET_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Weights:
-    """A model folder, or tensors in memory, and the version that their tokens carry.
+    """A model folder, tensors in memory, or weights of a training service, and the version that their tokens carry.
 
-    `digest` covers the names, sizes and times of the folder's files.
+    `digest` covers the names, sizes and times of the folder's files. `sampler` is the path of a service's weights.
     """
 
     version: int
     folder: Path | None
     digest: str = ""
+    sampler: str = ""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -107,20 +108,28 @@ class WeightStore:
         self._model = config.model
         self._dtype = config.serving.dtype
         self._in_memory = config.serving.weight_transfer == "gloo"
+        self._at_service = config.serving.kind == "tinker"
         shared = config.serving.weights_dir
         self._folder = (shared / config.run_id if shared is not None else config.run_dir / "weights").absolute()
         self._file = config.run_dir / "weights.json"
         self._last, self.current = self._read()
 
-    def prepare(self, source: Path | Mapping[str, torch.Tensor]) -> Weights:
+    def prepare(self, source: Path | str | Mapping[str, torch.Tensor]) -> Weights:
         """Check new weights against the model, and write tensors to a folder, or copy them. Blocks.
 
         Raises:
-            ConfigError: the folder is not a model folder with safetensors.
+            ConfigError: the folder is not a model folder with safetensors, or `serving.kind` takes other weights.
             WeightsMismatch: names or shapes differ from the model's, or tensors are not finite; nothing was written.
             ServingError: the tensors could not be written.
         """
         version = self._last + 1
+        if isinstance(source, str) != self._at_service:
+            raise ConfigError(
+                "update_weights takes the path of a training service's weights, a string, with serving.kind=tinker, "
+                "and only there"
+            )
+        if isinstance(source, str):
+            return Weights(version, None, sampler=source)
         model = ModelFolder(self._model.weight_folder)
         if isinstance(source, Path):
             weights = Weights.of(version, source.absolute())
@@ -146,7 +155,12 @@ class WeightStore:
     def commit(self, weights: Weights) -> None:
         """Record these weights as the newest. Raises ServingError if that fails."""
         folder = str(weights.folder) if weights.folder is not None else None
-        record = {"version": weights.version, "folder": folder, "digest": weights.digest}
+        record = {
+            "version": weights.version,
+            "folder": folder,
+            "digest": weights.digest,
+            "sampler": weights.sampler,
+        }
         try:
             write_file(self._file, json.dumps(record).encode())
         except OSError as error:
@@ -165,7 +179,9 @@ class WeightStore:
         try:
             record = json.loads(self._file.read_text())
             version, folder, digest = int(record["version"]), record["folder"], str(record["digest"])
-            weights = Weights(version, Path(folder) if folder is not None else None, digest)
+            weights = Weights(
+                version, Path(folder) if folder is not None else None, digest, record.get("sampler", "")
+            )
         except (FileNotFoundError, NotADirectoryError):
             return 0, None
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -173,6 +189,13 @@ class WeightStore:
                 f"{self._file} cannot be read ({error}), so it is unknown which weights this run served last: "
                 "restore it, or use a new run_id"
             ) from None
+        if bool(weights.sampler) != self._at_service:
+            raise ConfigError(
+                f"this run served version {version} of its weights with another serving.kind: set that again, or "
+                "another run_id"
+            )
+        if weights.sampler:
+            return version, weights
         if weights.folder is None:
             log.warning(
                 "version %d of the weights was only in the memory of an earlier trainer: the engines serve version "
@@ -211,8 +234,9 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig, bucke
             if reply.status != 200 or _fields(text).get("success") is not True:
                 raise ServingError(f"it answered {reply.status} to new weights: {text[:_MESSAGE_CHARS]}")
 
-        if weights.folder is not None:
-            source = {"model_path": str(weights.folder), "weight_version": version, "flush_cache": True}
+        if weights.folder is not None or weights.sampler:
+            path = weights.sampler or str(weights.folder)
+            source = {"model_path": path, "weight_version": version, "flush_cache": True}
             await post("/update_weights_from_disk", source)
         else:
             await send_tensors(post, url, version, weights.tensors, serving.tensor_parallel, timeout_s, bucket_bytes)

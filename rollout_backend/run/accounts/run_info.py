@@ -32,7 +32,17 @@ StartedBy = Literal["run", "local", "demo", "verl", "train", "python"]
 TRAINERS: frozenset[StartedBy] = frozenset({"verl", "train"})
 """Those that number their steps by `batch_number`."""
 
-_PACKAGES = ("rollout-backend", "renderers", "sglang", "sglang-router", "smg", "torch", "transformers", "verl")
+_PACKAGES = (
+    "rollout-backend",
+    "renderers",
+    "sglang",
+    "sglang-router",
+    "smg",
+    "tinker",
+    "torch",
+    "transformers",
+    "verl",
+)
 
 
 class RunStart(BaseModel, frozen=True):
@@ -130,7 +140,7 @@ def versions(config: RolloutConfig) -> dict[str, str]:
     checkout = Path(__file__).parents[3]
     if (checkout / "pyproject.toml").is_file() and (commit := git_commit(checkout)):
         found["rollout-backend"] = commit
-    if config.serving.kind != "external":
+    if config.serving.kind not in ("external", "tinker"):
         engine = _engine_version(config)
         if engine is not None:
             found["engine"] = engine

@@ -41,7 +41,7 @@ def check_context(config: RolloutConfig) -> CheckResult:
     longest = model.longest_context
     # Engines take a longer one if their arguments or variables say so.
     forced = any("overrid" in each for each in config.serving.extra_args) or any(map(os.environ.get, _LONGER))
-    if longest is not None and tokens > longest and config.serving.kind != "external" and not forced:
+    if longest is not None and tokens > longest and config.serving.kind not in ("external", "tinker") and not forced:
         text = f"{tokens:,} is above the model's {longest:,}, with which engines do not start: lower it, or set "
         return CheckResult("problem", setting, f"{text}rope_scaling in the model's config.json")
     reply = config.sampling.max_tokens

@@ -21,6 +21,7 @@ from rollout_backend.core.check_result import CheckResult, Level, raise_problems
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError
+from rollout_backend.model.serving.engine_fleet import engine_factory
 from rollout_backend.run.checks.capacity import check_engines, check_gateways
 from rollout_backend.run.checks.machine import check_machine
 from rollout_backend.run.collect.presign import Presigner
@@ -53,6 +54,8 @@ class Preflight:
         checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack, engines)]
         if machine:
             checks.append(asyncio.to_thread(check_machine, config, engines=engines))
+        if engines:
+            checks.append(self._check_engines())
         # Wait for every check, so that none outlives what `stack` closes.
         for found in await asyncio.gather(*checks, return_exceptions=True):
             if isinstance(found, BaseException):
@@ -63,6 +66,12 @@ class Preflight:
                 self.findings.append(await check_queue(config.queue, config.aws))
             except RolloutBackendError as error:
                 self.findings.append(CheckResult.of_error("queue.url", error))
+
+    async def _check_engines(self) -> list[CheckResult]:
+        try:
+            return [*await engine_factory(self._config, self._config.run_dir).check()]
+        except RolloutBackendError as error:
+            return [CheckResult.of_error("serving.kind", error)]
 
     async def _check_bucket(self) -> list[CheckResult]:
         storage = self._config.storage
@@ -123,7 +132,8 @@ class Preflight:
         results += check_gateways(self._config, limits.max_sessions, self._rollouts)
         serving = self._config.serving
         servers = len(serving.urls) if serving.kind == "external" else serving.servers
-        if engines and self._rollouts is not None and isinstance(servers, int) and not serving.follow_dns:
+        counted = engines and serving.kind != "tinker" and not serving.follow_dns
+        if counted and self._rollouts is not None and isinstance(servers, int):
             results += check_engines(self._config, limits.max_sessions, self._rollouts, servers)
         if in_public_network and self._config.gateway.public_url == AUTO and self._config.relay is None:
             text = (

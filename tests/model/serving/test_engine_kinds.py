@@ -34,7 +34,8 @@ async def test_engines_of_another_package_serve(make_config, tmp_path):
 
 def test_an_unknown_kind_is_refused_when_the_settings_are_read(make_config):
     message = (
-        r"serving\.kind: kind 'sglang' is none of process, ray, external, or the import path of an EngineFactory"
+        r"serving\.kind: kind 'sglang' is none of process, ray, external, tinker, "
+        r"or the import path of an EngineFactory"
     )
     with pytest.raises(ConfigError, match=message):
         make_config(serving={"kind": "sglang"})

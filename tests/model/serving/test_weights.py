@@ -145,7 +145,7 @@ async def test_weights_that_do_not_fit_reach_no_engine(config, tmp_path, model_f
 
 async def test_engines_of_others_are_refused(make_config, tmp_path):
     config = make_config(serving={"kind": "external", "urls": ("http://127.0.0.1:1",)})
-    with pytest.raises(ConfigError, match=r"needs serving\.kind=process or ray, and it is external"):
+    with pytest.raises(ConfigError, match=r"needs serving\.kind=process, ray or tinker, and it is external"):
         await ModelServing(config, tmp_path).update_weights(tmp_path)
 
 
