@@ -132,10 +132,10 @@ audit: setup  ## known vulnerabilities among the pinned versions; fails too wher
 
 setup: $(READY)
 
-# $(call install,FOLDER,ARGUMENTS) installs with uv, which takes a tenth of pip's time. Bytecode saves each of verl's and
-# Ray's processes eight seconds where PYTHONDONTWRITEBYTECODE is set, as it is in many images.
+# $(call install,FOLDER,ARGUMENTS) installs with uv, which takes a tenth of pip's time. Where no process may write bytecode,
+# as in many images, each of verl's processes would compile what it imports again, in eight seconds.
 define install
-$(UV) pip install --quiet --compile-bytecode --python $(1)/bin/python $(2)
+$(UV) pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode) --python $(1)/bin/python $(2)
 @touch $(1)/.ready
 endef
 

@@ -282,7 +282,7 @@ class ServingConfig(Section):
 
 
 def _check_service(run: RolloutConfig) -> None:
-    """Raise ValueError unless a training service is named and does what the settings ask for."""
+    """Raise ValueError if the settings name no training service, or ask for what it cannot do."""
     if run.training_service is None:
         raise ValueError("kind=tinker needs the section training_service: set at least training_service.base_model")
     if run.training_service.kind != "tinker":

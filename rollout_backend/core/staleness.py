@@ -80,7 +80,7 @@ class AbandonedWeights:
                 version = number_of(span.version)
                 if version is not None:
                     if version < before:
-                        # The next trainer that can have served the version.
+                        # A later trainer must have served it: the first one that had such a version.
                         later = range(restarts + 1, len(self.checkpoints))
                         can_serve = (n for n in later if self.checkpoints[n - 1] <= version)
                         restarts = next(can_serve, len(self.checkpoints))

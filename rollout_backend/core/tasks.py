@@ -204,7 +204,7 @@ def _task(row: object, default_id: str) -> Task:
 
 
 def priority_of(row: Mapping[str, Any]) -> int:
-    """Return the priority of a task's row, which is 0 without the column. Raises TaskFileError."""
+    """Return the priority in a task's row; 0 if it has none. Raises TaskFileError."""
     value = row.get("priority")
     # Pandas writes integers next to a null as floats, and the null as NaN.
     if value is None or (isinstance(value, float) and math.isnan(value)):

@@ -76,11 +76,14 @@ async def _check_tokenizer(config: RolloutConfig, service: TinkerService, path: 
     model, base = config.model.path, config.training_service.base_model
     try:
         ours = (await asyncio.to_thread(load_renderer, config.model)).tokenizer
-        theirs = await service.tokenizer(await service.sampler(path))
+        async with asyncio.timeout(_ANSWER_S):
+            sampler = await service.sampler(path)
+        theirs = await service.tokenizer(sampler)
     except ConfigError as error:
         return CheckResult("problem", "model.path" if path == "" else _NAME, str(error), _TOKENIZER)
-    except TrainingServiceError as error:
-        text = f"its tokenizer must be that of {base}, and was not compared with it: {error}"
+    except (TrainingServiceError, TimeoutError) as error:
+        why = str(error) or f"no answer within {_ANSWER_S:g} s"
+        text = f"its tokenizer must be that of {base}, and was not compared with it: {why}"
         return CheckResult("warning", "model.path", text, _TOKENIZER)
     if difference := describe_difference(ours.get_vocab(), theirs.get_vocab()):
         text = (

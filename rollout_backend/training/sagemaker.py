@@ -40,7 +40,7 @@ SESSION_PREFIX = "rollout-"
 LIVE = frozenset({"Created", "Scheduled", "Running", "Blocked"})
 """States of a session that accepts operations, or will."""
 MIN_TOKENS = 512
-"""The service samples no fewer tokens for a call."""
+"""The smallest `maxTokens` that the service accepts."""
 # AWS's own client sends at most 1,024 sequences and 10 MB in one operation. A trained token takes some 60 bytes.
 _OPERATION_DATA, _OPERATION_TOKENS = 1024, 2**15
 # AWS creates a session before every reader sees it.

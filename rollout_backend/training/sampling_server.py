@@ -278,7 +278,7 @@ class ServiceEngineFactory(EngineFactory):
 
 
 class ServiceEngine:
-    """A `SamplingServer` with a client of the service. It serves `training_service.sampler` or the base model."""
+    """Samples from `training_service.sampler`, or from the base model, through a `SamplingServer` in this process."""
 
     def __init__(self, config: RolloutConfig) -> None:
         assert config.training_service is not None
@@ -300,7 +300,7 @@ class ServiceEngine:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _connect(self, until: float) -> str | None:
-        """Connect to the service. Return why it cannot be used yet; None if it can. Raises StartupError."""
+        """Connect to the service. Return the reason if it cannot be used yet, else None. Raises StartupError."""
         try:
             async with asyncio.timeout_at(until):
                 await self._stack.enter_async_context(self._service)

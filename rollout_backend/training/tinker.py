@@ -21,7 +21,7 @@ from rollout_backend.errors import ConfigError, TrainingServiceError
 from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Sampler
 
 KEY_VARIABLE = "TINKER_API_KEY"
-# The SDK accepts no other keys.
+# The SDK refuses a key that begins differently.
 _KEY_STARTS = ("tml-", "eyJ")
 _EXPIRES_S = 30 * 86_400
 _TOKENIZER_S = 60.0
@@ -37,7 +37,7 @@ class TinkerService:
     """
 
     context_tokens: int | None = None
-    """Tokens of the base model's context on the service; None if it does not say."""
+    """Context length of the base model on the service, in tokens; None if the service does not report it."""
 
     def __init__(self, settings: TrainingServiceConfig, *, trains: bool = True) -> None:
         """Without `trains`, the service need only sample the base model."""

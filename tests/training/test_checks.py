@@ -10,7 +10,9 @@ import pytest
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError
+from rollout_backend.training import checks
 from rollout_backend.training.checks import check_service, describe_difference
+from rollout_backend.training.tinker import TinkerService
 from rollout_backend.workbench.local.scripted import BYTE_MODEL
 from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
 
@@ -105,6 +107,23 @@ async def test_a_service_that_is_silent_is_waited_for(
     emulator.faults.silent.add("get_server_capabilities")
     [text] = (await found(settings()))["warning"]
     assert "A run waits for it when it starts" in text
+
+
+async def test_a_service_that_is_silent_to_samplers_is_not_waited_for(
+    settings: Any, emulator: TinkerEmulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.faults.silent.add("create_sampling_session")
+    config = settings()
+
+    async def open_without_limit(service: TinkerService) -> TinkerService:
+        # Only the silent call meets the short limit.
+        monkeypatch.setattr(checks, "_ANSWER_S", 0.2)
+        return await enter(service)
+
+    enter = TinkerService.__aenter__
+    monkeypatch.setattr(TinkerService, "__aenter__", open_without_limit)
+    [text] = (await found(config))["warning"]
+    assert "was not compared with it: no answer within 0.2 s" in text
 
 
 def test_vocabularies_are_compared_by_id() -> None:

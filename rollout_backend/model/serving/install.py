@@ -119,8 +119,9 @@ def install_cpu_engine(
         _run("making the environment", [sys.executable, "-m", "venv", str(folder)])
         python = str(engine_python(cache, engine))
         uv = [find_uv(), "pip", "install", "--quiet", "--python", python, "--no-deps", "--require-hashes"]
-        # Where PYTHONDONTWRITEBYTECODE is set, each process would compile the engine again.
-        _run(f"installing {kind.title}", [*uv, "--compile-bytecode", "-r", str(kind.requirements)])
+        # Where no process may write bytecode, each would compile the engine again.
+        compiled = ["--compile-bytecode"] if sys.dont_write_bytecode else []
+        _run(f"installing {kind.title}", [*uv, *compiled, "-r", str(kind.requirements)])
         # pip takes a CPU build of torch from a local folder or a second index that its settings name. torch comes
         # last, because the packages that it needs are then installed with their pins.
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -118,7 +118,7 @@ class CallQueue:
         self.change_slots(call is CallKind.START)
 
     def change_slots(self, free: float) -> None:
-        """Add free slots, or take some."""
+        """Free this many slots, or take them if the number is negative."""
         self.free_slots += free
         self._serve()
 
