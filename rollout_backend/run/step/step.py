@@ -247,8 +247,9 @@ class Step:
         for session_id in [*self.ledger.open_sessions]:
             self._sessions.close_later(session_id)
         await self._sessions.wait_closed()
-        # Otherwise earlier trainers' sessions may be open, and the next trainer needs the records.
-        if self._sessions.earlier_known:
+        # Otherwise sessions may be open, and the next trainer needs the records.
+        sessions = self._sessions
+        if sessions.earlier_known and not sessions.leave_open and not self.ledger.unclosed_sessions:
             manifest = self._plan.manifest
             if not running or await self._plan.record_closed(manifest.attempts_before + manifest.attempts):
                 self._services.in_flight.delete(self.step)

@@ -8,6 +8,7 @@ from tenacity import wait_fixed
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
 from rollout_backend.core.ledger import Phase
+from rollout_backend.core.manifest import Manifest
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
@@ -253,6 +254,8 @@ async def test_a_session_that_cannot_be_closed_in_time_is_named(bench):
     answer_stops(bench, RuntimeUnavailable("503"))
     report = (await bench.start()).report
     assert report.unclosed_sessions == dict.fromkeys(bench.agents.invoked, "503")
+    # A trainer that resumes the step stops it again.
+    assert Manifest.parse(await bench.manifest()).attempts_closed == 0
 
 
 async def test_a_session_that_the_runtime_does_not_know_is_not_reported_as_ended(bench):
