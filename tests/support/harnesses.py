@@ -545,6 +545,17 @@ provider = "rollout"
         },
         note="It needs Python 3.12.",
     ),
+    Harness(
+        "Griptape",
+        "griptape[drivers-prompt-openai]",
+        "griptape.txt",
+        "python griptape_agent.py",
+        replies=(*renamed(SUMS[:2], add="Sums_add"), "It is 9, then 10."),
+        reasons=("first_call", "history_rewritten"),
+        note="""\
+The calls of one `run` are one row. Griptape's memory keeps the question and the answer of a run without its tool
+calls, so the next `run` opens a new row.""",
+    ),
 )
 
 
