@@ -2,7 +2,8 @@
 
 Invariants:
 
-- Long work runs in threads, one unit of a session at a time. The session that has used the least recently goes first.
+- Long work runs in threads, one unit of a session at a time. The session that has used the least recently goes first,
+  also between the pieces of a long text that another session has encoded.
 - A session that has used more than its share waits before its next unit. Its share is half of an equal part of one
   core, at least `_MIN_RATE`, and it may use `_BURST_S` at once. Among many sessions, one therefore delays fewer than
   one call in a hundred of the others.
@@ -21,6 +22,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from rollout_backend.base.logs import report_failure
+from rollout_backend.model.rendering.text_encoder import giving_way
 
 _T = TypeVar("_T")
 _BURST_S, _MAX_PAUSE_S = 0.5, 30.0
@@ -40,6 +42,8 @@ class Worker:
         self._jobs: list[tuple[float, int, Future[Any], Callable[[], Any]]] = []
         # Only the event loop writes the first, and only the thread the second.
         self._submitted = self._finished = 0
+        self.lent_s = 0.0
+        """CPU time that units have spent on those of other sessions, which they let go first."""
 
     @property
     def is_busy(self) -> bool:
@@ -53,6 +57,24 @@ class Worker:
         return job
 
     def _run_next(self) -> None:
+        # An earlier unit may have let this one go first.
+        if self._jobs:
+            used_s = self._jobs[0][0]
+            with giving_way(partial(self._give_way, used_s, time.thread_time())):
+                self._run_first()
+
+    def _give_way(self, used_s: float, began_s: float) -> None:
+        """Run the units of sessions that have used less than the present one. It had used `used_s` when it began, at
+        `began_s` of the thread's CPU time."""
+        while self._jobs and self._jobs[0][0] < used_s + time.thread_time() - began_s:
+            lent_from_s = time.thread_time()
+            with giving_way(None):
+                self._run_first()
+            lent_s = time.thread_time() - lent_from_s
+            self.lent_s += lent_s
+            began_s += lent_s
+
+    def _run_first(self) -> None:
         *_, job, function = heapq.heappop(self._jobs)
         cancelled = not job.set_running_or_notify_cancel()
         error: BaseException | None = None
@@ -144,11 +166,11 @@ class CpuShare:
 
         def timed() -> _T:
             nonlocal spent_s
-            began = time.thread_time()
+            began_s = time.thread_time() - worker.lent_s
             try:
                 return function(*args)
             finally:
-                spent_s = time.thread_time() - began
+                spent_s = time.thread_time() - worker.lent_s - began_s
 
         def finished() -> None:
             self.charge(spent_s)

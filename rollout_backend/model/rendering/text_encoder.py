@@ -8,15 +8,17 @@ Invariants:
 - The tokens are those of the whole text. Text is cut at added tokens, and between a letter and a mark or space: no
   expression matches across either. What is not ASCII, or unusual, is encoded by the tokenizer itself.
 - An encoder compares itself with the tokenizer when it is created, and is not used if they differ.
-- The memory for words is bounded. One thread at a time encodes.
+- The memory for words is bounded. One thread at a time encodes. Between pieces, its other work may go first.
 """
 
+import contextlib
 import itertools
 import json
 import logging
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from tokenizers import models
@@ -51,6 +53,25 @@ _TRIAL_ALPHABET = [
     *"abcXYZ019 '\"\n\r\t.,:;!?-_/\\|<>{}[]()=+*&^%$#@~`\x00\x1c\x7f\v\f\u00e9\u4e2d\u3002\u0301",
     *("  ", "\n\n", "'s", "'LL", "word", " the", " \n"),
 ]
+
+
+_give_way: ContextVar[Callable[[], object] | None] = ContextVar("give_way", default=None)
+
+
+@contextlib.contextmanager
+def giving_way(to_others: Callable[[], object] | None) -> Iterator[None]:
+    """Within the context, this thread calls `to_others` after each text and each piece of a long one: it may encode
+    other texts."""
+    token = _give_way.set(to_others)
+    try:
+        yield
+    finally:
+        _give_way.reset(token)
+
+
+def _let_others_go_first() -> None:
+    if (give_way := _give_way.get()) is not None:
+        give_way()
 
 
 def accelerate(tokenizer: Any) -> None:
@@ -90,7 +111,9 @@ class TextEncoder:
                 self._backend.no_truncation()
                 self._backend.no_padding()
         if len(text) <= self._piece_chars and text.isascii() and not self._any_added.search(text):
-            return self._known(text)
+            known = self._known(text)
+            _let_others_go_first()
+            return known
         ids: list[int] = []
         parts = [text] if options.get("split_special_tokens") else self._cuts.split(text)
         for i, part in enumerate(parts):
@@ -102,6 +125,7 @@ class TextEncoder:
                     ids += self._encode(piece, **options)
                 else:
                     ids += self._known(piece) if piece.isascii() else self._new(piece)
+                _let_others_go_first()
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:

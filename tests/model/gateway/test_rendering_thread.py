@@ -5,13 +5,17 @@ import threading
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
-from builders import assistant, user
+from builders import Clock, assistant, user
 from rollout_backend.core.model_call import ModelCall
+from rollout_backend.model.gateway import cpu_shares
 from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares
 from rollout_backend.model.gateway.model_call_executor import CallRenderer
 from rollout_backend.model.gateway.sessions.conversations import Conversations
 from rollout_backend.model.rendering.segments import Completion
+from rollout_backend.model.rendering.text_encoder import accelerate
+from vocabularies import tokenizer_folder
 
 
 @pytest.fixture
@@ -52,6 +56,39 @@ async def test_brief_work_runs_at_once_and_other_work_in_the_thread(cpu):
     assert await cpu.run(in_loop, brief=True)
     assert not await cpu.run(in_loop)
     assert await cpu.run(in_loop, brief=True)
+
+
+async def test_others_go_first_between_the_pieces_of_a_long_text(monkeypatch):
+    """Each session pays for its own work, and both get the tokenizer's tokens."""
+    folder = str(tokenizer_folder("qwen3"))
+    fast, plain = (AutoTokenizer.from_pretrained(folder, local_files_only=True) for _ in range(2))
+    accelerate(fast)
+    clock, spent_s, order = Clock(1000.0), [0.0], []
+    monkeypatch.setattr(cpu_shares.time, "thread_time", lambda: spent_s[0])
+    shares, going, go = CpuShares(clock=clock), threading.Event(), threading.Event()
+    heavy, light = CpuShare(shares), CpuShare(shares)
+    long, short = "many words " * 10_000, "a short text"
+
+    def encode(name: str, text: str, cost_s: float) -> list[int]:
+        if name == "heavy":
+            going.set()
+            assert go.wait(60)
+        spent_s[0] += cost_s
+        ids = fast.encode(text, add_special_tokens=False)
+        order.append(name)
+        return ids
+
+    running = asyncio.create_task(heavy.run(encode, "heavy", long, 0.4))
+    await asyncio.to_thread(going.wait)
+    waiting = asyncio.create_task(light.run(encode, "light", short, 0.1))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    go.set()
+    assert await running == plain.encode(long, add_special_tokens=False)
+    assert await waiting == plain.encode(short, add_special_tokens=False)
+    shares.close()
+    assert order == ["light", "heavy"]
+    assert (heavy.used_s, light.used_s) == (pytest.approx(0.4), pytest.approx(0.1))
 
 
 async def test_brief_work_waits_for_the_thread_even_if_its_call_was_cancelled(cpu):
