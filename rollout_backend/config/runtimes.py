@@ -126,9 +126,15 @@ class RuntimeConfig(Section):
     """Timeout of an invoke. The wrapper answers at once, so a longer wait is a failed cold start."""
 
     @property
-    def call_limit_s(self) -> float:
-        """Return the seconds after which an invoke or a stop has failed, whatever the adapter does."""
+    def invoke_limit_s(self) -> float:
+        """Return the seconds after which an invoke has failed, whatever the adapter does."""
         return 60.0 + 2 * (self.connect_timeout_s + self.read_timeout_s)
+
+    @property
+    def stop_limit_s(self) -> float:
+        """Return the seconds after which a stop has failed, whatever the adapter does. They are few, because a stop
+        can be repeated."""
+        return 30.0
 
     @property
     def agents_host(self) -> str | None:
@@ -520,8 +526,8 @@ class ProcessConfig(RuntimeConfig):
         return [str(self.python or sys.executable), "-c", f"from {module} import {name} as app; app.run()"]
 
     @property
-    def call_limit_s(self) -> float:
-        return super().call_limit_s + self.grace_s
+    def stop_limit_s(self) -> float:
+        return super().stop_limit_s + self.grace_s
 
     @property
     def agents_host(self) -> str | None:
@@ -573,8 +579,13 @@ class RayConfig(ProcessConfig):
         return value
 
     @property
-    def call_limit_s(self) -> float:
-        return super().call_limit_s + self.start_timeout_s
+    def invoke_limit_s(self) -> float:
+        return super().invoke_limit_s + self.start_timeout_s
+
+    @property
+    def stop_limit_s(self) -> float:
+        # A session is stopped once it has started.
+        return super().stop_limit_s + self.start_timeout_s
 
     @property
     def agents_host(self) -> str | None:

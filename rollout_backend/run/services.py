@@ -150,9 +150,9 @@ class RunServices:
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
         admission.yield_to(buffer.has_backlog)
-        limit_s = config.runtime.call_limit_s
-        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), limit_s), self.lease, admission)
-        poll = FencedRuntime(TimedCalls(runtime, limit_s), self.lease, admission, CallKind.POLL).invoke
+        limits_s = config.runtime.invoke_limit_s, config.runtime.stop_limit_s
+        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), *limits_s), self.lease, admission)
+        poll = FencedRuntime(TimedCalls(runtime, *limits_s), self.lease, admission, CallKind.POLL).invoke
         self.for_steps = StepServices(
             config=config,
             runtime=runtime,

@@ -28,7 +28,7 @@ from tests.simulation.runtime import SimRuntime
 from tests.simulation.s3 import BUCKET, SimStore
 from tests.simulation.sqs import SimQueue
 from tests.simulation.trainer import Trainer
-from tests.simulation.trainer_process import CALL_S
+from tests.simulation.trainer_process import INVOKE_S, STOP_S
 from tests.simulation.world import World
 
 T = TypeVar("T")
@@ -71,7 +71,9 @@ class SimRun:
         self.services = StepServices(
             config=config,
             runtime=self.runtime,
-            dispatcher=Dispatcher(TimedCalls(self.runtime, CALL_S), calls, max_sessions=config.runtime.max_sessions),
+            dispatcher=Dispatcher(
+                TimedCalls(self.runtime, INVOKE_S, STOP_S), calls, max_sessions=config.runtime.max_sessions
+            ),
             gateways=gateway,
             buffer=self.buffer,
             manifests=ManifestStore(self.store, config.run_id),

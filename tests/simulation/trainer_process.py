@@ -51,7 +51,7 @@ from tests.simulation.trainer import Killed, Trainer
 from tests.simulation.world import World
 
 MOST_KILLS = 12
-CALL_S = 60.0  # limit of a call of the runtime
+INVOKE_S, STOP_S = 60.0, 30.0  # limits of the runtime's calls
 
 
 @dataclass
@@ -177,7 +177,7 @@ class TrainerProcess:
         runtime, calls = SimRuntime(world.runtime, self._trainer), AuditedQueue.from_config(config.runtime)
         calls.evidence = world.evidence
         calls.yield_to(buffer.has_backlog)
-        timed = TimedCalls(runtime, CALL_S)
+        timed = TimedCalls(runtime, INVOKE_S, STOP_S)
         asking = _AskingRuntime(timed, self._lease, calls, world.audit.asked_for)
         polling = FencedRuntime(timed, self._lease, calls, CallKind.POLL)
         self._translator = self._translated(asking, polling, calls, buffer)

@@ -53,21 +53,22 @@ _LEAST_STOPS = 8
 class TimedCalls:
     """Calls a runtime with a time limit, even if its adapter sets none."""
 
-    def __init__(self, runtime: SessionCalls, limit_s: float) -> None:
+    def __init__(self, runtime: SessionCalls, invoke_limit_s: float, stop_limit_s: float) -> None:
         self._runtime = runtime
-        self._limit_s = limit_s
+        self._invoke_limit_s = invoke_limit_s
+        self._stop_limit_s = stop_limit_s
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        return await self._in_time("invoke", self._runtime.invoke(session_id, payload), len(payload))
+        limit_s = self._invoke_limit_s + len(payload) / _SLOWEST_BYTES_PER_S
+        return await self._in_time("invoke", self._runtime.invoke(session_id, payload), limit_s)
 
     async def stop(self, session_id: str) -> bool | None:
-        return await self._in_time("stop", self._runtime.stop(session_id))
+        return await self._in_time("stop", self._runtime.stop(session_id), self._stop_limit_s)
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
         self._runtime.adopt(session_id, payload)
 
-    async def _in_time(self, name: str, call: Awaitable[_T], size: int = 0) -> _T:
-        limit_s = self._limit_s + size / _SLOWEST_BYTES_PER_S
+    async def _in_time(self, name: str, call: Awaitable[_T], limit_s: float) -> _T:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:

@@ -49,4 +49,4 @@ def priorities_ignored() -> Patch:
 def calls_without_limit() -> Patch:
     """An invoke or a stop ends only when the runtime answers."""
     begin = TimedCalls.__init__
-    return patch.object(TimedCalls, "__init__", lambda self, runtime, limit_s: begin(self, runtime, limit_s * 1e6))
+    return patch.object(TimedCalls, "__init__", lambda self, runtime, *limits_s: begin(self, runtime, 1e9, 1e9))
