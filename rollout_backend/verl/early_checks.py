@@ -197,6 +197,7 @@ def check_engines(root: Any, config: RolloutConfig) -> Iterator[CheckResult]:
         text = f"{rollout.name} is not installed in the environment of this machine: verl's servers need it on theirs"
         yield CheckResult("warning", f"{key}.name", text)
     yield from check_classes(config.model, str(rollout.name))
+    yield from check_image_prompts(config, str(rollout.name))
     if "actor" not in root.actor_rollout_ref or root.trainer.get("val_only"):
         return
     context = config.model.context_length or rollout.get("max_model_len") or math.inf
@@ -266,6 +267,22 @@ def check_classes(model: ModelConfig, engine: str) -> Iterator[CheckResult]:
         text = f"{engine} {metadata.version(engine)} has no {' or '.join(architectures)}, so verl's servers may not "
         text += "start: install a version that has it"
         yield CheckResult("warning", "actor_rollout_ref.model.path", text)
+
+
+def check_image_prompts(config: RolloutConfig, engine: str) -> Iterator[CheckResult]:
+    """Yield a version of SGLang that does not return the prompt that it built from several images."""
+    spec = importlib.util.find_spec(engine) if engine == "sglang" else None
+    if spec is None or config.gateway.max_images <= 1 or not prepares_images(config.model.folder):
+        return
+    files = [Path(folder) / "srt" / "managers" / "io_struct.py" for folder in spec.submodule_search_locations or ()]
+    known = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+    if known and "return_prompt_token_ids" not in known:
+        text = f"SGLang {metadata.version(engine)} returns only the length of the prompt that it builds from images, "
+        text += (
+            "which does not tell how many tokens each image has: install SGLang 0.5.23, use vLLM, or allow 1 image, "
+        )
+        text += "or 0 if agents send none"
+        yield CheckResult("problem", "gateway.max_images", text)
 
 
 def check_loggers(trainer: Any, environ: Mapping[str, str]) -> Iterator[CheckResult]:

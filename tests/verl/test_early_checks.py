@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from rollout_backend.config import ModelConfig
-from rollout_backend.verl.early_checks import check_classes, check_engines, check_loggers, check_memory
+from rollout_backend.verl.early_checks import (
+    check_classes,
+    check_engines,
+    check_image_prompts,
+    check_loggers,
+    check_memory,
+)
 from rollout_backend.verl.trainer_sizes import check_padding
 from trainings import verl_settings
 
@@ -25,6 +31,14 @@ def size_problems(*more, base=()):
     model = types.SimpleNamespace(model=ModelConfig(path=Path("/nowhere")))
     problems = [result for result in check_engines(config, model) if result.level == "problem"]
     return {result.setting.removeprefix("actor_rollout_ref."): result.text for result in problems}
+
+
+def install_sglang(folder, monkeypatch):
+    """Let Python find the packages in `folder`, with SGLang 0.5.12."""
+    information = folder / "packages" / "sglang-0.5.12.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.12\n")
+    monkeypatch.syspath_prepend(folder / "packages")
 
 
 SIZE, LIMIT = "actor.ppo_mini_batch_size", "actor.ppo_max_token_len_per_gpu"
@@ -209,6 +223,34 @@ def test_a_batch_that_verl_pads_to_more_than_the_machines_memory_is_warned_of(mo
 
 
 @pytest.mark.parametrize(
+    ("fields", "images", "allowed", "is_refused"),
+    [
+        ("rid: str", True, 16, True),
+        ("rid: str", True, 1, False),
+        ("rid: str", False, 16, False),
+        ("return_prompt_token_ids: bool", True, 16, False),
+    ],
+)
+def test_an_sglang_that_does_not_return_prompts_with_images_is_refused(
+    tmp_path, monkeypatch, fields, images, allowed, is_refused
+):
+    """SGLang 0.5.12 returns only the number of their tokens."""
+    managers = tmp_path / "packages" / "sglang" / "srt" / "managers"
+    managers.mkdir(parents=True)
+    (tmp_path / "packages" / "sglang" / "__init__.py").touch()
+    (managers / "io_struct.py").write_text(f"class GenerateReqInput:\n    {fields}\n")
+    install_sglang(tmp_path, monkeypatch)
+    if images:
+        (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}')
+    gateway = types.SimpleNamespace(max_images=allowed)
+    config = types.SimpleNamespace(model=ModelConfig(path=tmp_path), gateway=gateway)
+    results = check_with(check_image_prompts, config, "sglang")
+    assert [(level, setting) for level, setting, _ in results] == [("problem", "gateway.max_images")] * is_refused
+    assert all("SGLang 0.5.12" in text for _, _, text in results)
+    assert not check_with(check_image_prompts, config, "vllm")
+
+
+@pytest.mark.parametrize(
     ("described", "trusted", "levels"),
     [
         ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, False, []),
@@ -224,10 +266,7 @@ def test_a_model_that_verls_environment_is_too_old_for_is_found(tmp_path, monkey
     (package / "srt" / "models").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "srt" / "models" / "qwen3.py").write_text("class Qwen3ForCausalLM: ...")
-    information = tmp_path / "packages" / "sglang-0.5.12.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.12\n")
-    monkeypatch.syspath_prepend(tmp_path / "packages")
+    install_sglang(tmp_path, monkeypatch)
     if described is not None:
         (tmp_path / "config.json").write_text(json.dumps(described))
     model = ModelConfig(path=tmp_path, trust_remote_code=trusted)
