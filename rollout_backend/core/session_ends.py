@@ -97,16 +97,25 @@ class Heartbeats:
         self._watched: set[str] = set()
         # The gateway that last heard from each session, with its `proven_s` at that time.
         self._last: dict[str, tuple[_Gateway, float]] = {}
+        # The gateway that heard from each session before its latest invoke.
+        self._earlier: dict[str, _Gateway] = {}
 
     def watch(self, session_id: str) -> None:
         """Watch a session from now on: a repeated invoke may have replaced the container that sent earlier ones."""
         self._watched.add(session_id)
-        self._last.pop(session_id, None)
+        if (last := self._last.pop(session_id, None)) is not None:
+            self._earlier[session_id] = last[0]
+
+    def expect(self, session_id: str) -> None:
+        """The session's agent has accepted its rollout. If the session sent heartbeats before, they are due again."""
+        if (gateway := self._earlier.pop(session_id, None)) is not None:
+            self._last.setdefault(session_id, (gateway, gateway.proven_s))
 
     def forget(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
             self._watched.discard(session_id)
             self._last.pop(session_id, None)
+            self._earlier.pop(session_id, None)
 
     def observe(self, now: float, answers: Sequence[HeartbeatReport | None]) -> None:
         """Record each gateway's report; None if it did not answer."""

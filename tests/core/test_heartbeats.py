@@ -133,3 +133,18 @@ def test_a_session_whose_container_was_replaced_by_a_repeated_invoke_is_not_lost
     assert bench.play(60) == set()
     bench.dead = {"a"}
     assert bench.play(60) == {"a"}
+
+
+def test_a_container_that_dies_at_a_repeated_invoke_is_lost():
+    """It sent heartbeats before, so they are due once it has accepted, but not while it may still be starting."""
+    bench = Bench("a", "b", "new")
+    bench.dead = {"new"}
+    bench.play(60)
+    bench.dead = {"a", "new"}
+    for session in ("a", "new"):
+        bench.heartbeats.watch(session)
+    assert bench.play(600) == set()
+    for session in ("a", "new"):
+        bench.heartbeats.expect(session)
+    assert bench.play(30) == set()
+    assert bench.play(30) == {"a"}

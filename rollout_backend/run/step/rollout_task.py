@@ -286,6 +286,7 @@ class RolloutTask:
             deadline=entry.deadline + to_wall,
         )
         self._services.in_flight.record_running(self.context.request.step, attempt)
+        self._services.heartbeats.expect(entry.session_id)
         self.watch_time()
         self._services.session_ends.watch(entry.session_id, self._on_session_end)
 
