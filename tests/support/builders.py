@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from agent_wrapper.contract import ModelEndpoint
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.session_key import shard_of
+from rollout_backend.core.session_key import shard_of, shorten
 from rollout_backend.model.serving.server_process import free_port
 from rollout_backend.workbench.local.scripted import BYTE_MODEL, Pieces
 
@@ -281,3 +281,9 @@ async def complete(endpoint: ModelEndpoint, *messages: Any, retries: int = 0, st
             chunks = await create(model=endpoint.name, messages=asked, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
         return (await create(model=endpoint.name, messages=asked)).choices[0].message.content or ""
+
+
+async def report(endpoint: ModelEndpoint, operation: str, **fields: Any) -> int:
+    """Report on a rollout as agents for SageMaker's job runtime do; return the status of the answer."""
+    body = {"TrajectoryId": shorten(endpoint.api_key), **fields}
+    return await post(f"{endpoint.base_url}/{operation}", body)

@@ -1,8 +1,8 @@
 """Limit what a connection can hold before a key is known, and check the keys that requests carry.
 
 uvicorn's parser limits neither the size nor the time of a request's head. Session keys are accepted in
-`Authorization: Bearer`, in `x-api-key`, and in paths. A revoked key stays valid here, because the registry refuses
-its session.
+`Authorization: Bearer`, in `x-api-key`, in paths and, in their short form, as a trajectory's id. A revoked key stays
+valid here, because the registry refuses its session.
 
 Invariants:
 
@@ -19,6 +19,7 @@ import hmac
 import re
 import resource
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -33,7 +34,7 @@ from rollout_backend.base.waiting_connections import (
     raise_file_limit,
 )
 from rollout_backend.core.model_call import ApiError
-from rollout_backend.core.session_key import KeyRefused, SessionClaims, shard_of, verify
+from rollout_backend.core.session_key import KeyRefused, SessionClaims, expand, shard_of, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.sessions.journal import OPEN_FILES, check_journal
@@ -53,6 +54,8 @@ _UPGRADE = re.compile(rb"^upgrade(?=\s*:)", re.IGNORECASE | re.MULTILINE)
 _SLASHES = re.compile("//+")
 _KEY_PATH = re.compile(r"/k/([A-Za-z0-9._-]+)(/v1(?:/.*)?)", re.DOTALL)
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+TRAJECTORY_HEADER = "x-amzn-sagemaker-trajectory-id"
+"""The header in which agents for SageMaker's job runtime name the trajectory of a call. Its value is a short key."""
 
 
 def needed_files(calls: int, sessions: int = 0) -> int:
@@ -135,7 +138,8 @@ def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtoco
 
 
 class PathKeys:
-    """ASGI middleware that takes session keys from URLs, for agents that hard-code an API key or send none.
+    """ASGI middleware that takes session keys from URLs, for agents that hard-code an API key or send none, and from
+    `TRAJECTORY_HEADER`. Agents that send it authenticate with AWS credentials, which say nothing here.
 
     It also removes superfluous slashes: a redirect would lose the key, and the prefix or the TLS of a proxy.
     /k/KEY/v1/... is served as /v1/... with the session key KEY, which replaces any key in the headers. Unless
@@ -152,12 +156,18 @@ class PathKeys:
             if found := _KEY_PATH.fullmatch(path):
                 key, path = found.groups()
                 if self._enabled:
-                    headers = [(name, value) for name, value in headers if name not in _KEY_HEADERS]
-                    headers.append((b"authorization", b"Bearer " + key.encode()))
+                    headers = _with_key(headers, key)
                 else:
                     path = f"/k/...{path}"
+            elif short := dict(headers).get(TRAJECTORY_HEADER.encode()):
+                headers = _with_key(headers, expand(short.decode("latin-1")))
             scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
         await self._app(scope, receive, send)
+
+
+def _with_key(headers: Iterable[tuple[bytes, bytes]], key: str) -> list[tuple[bytes, bytes]]:
+    others = [(name, value) for name, value in headers if name not in _KEY_HEADERS]
+    return [*others, (b"authorization", b"Bearer " + key.encode("latin-1"))]
 
 
 class Authenticator:
@@ -178,11 +188,15 @@ class Authenticator:
         """
         # Anthropic's clients send both headers if ANTHROPIC_AUTH_TOKEN is set too, for example in an agent's image.
         key, other = _bearer(request), request.headers.get("x-api-key", "")
+        return self.claims(key or other, other or key)
+
+    def claims(self, key: str, other: str) -> SessionClaims:
+        """Return the claims of a session key; if it is not valid, of the `other`. Raises as `session`."""
         try:
             try:
-                claims = self._verify(key or other)
+                claims = self._verify(key)
             except KeyRefused:
-                claims = self._verify(other or key)
+                claims = self._verify(other)
         except KeyRefused as error:
             advice = "use the api_key of this rollout's request, or set gateway.key_in_path for agents that cannot"
             raise ApiError(401, f"{error}; {advice}", code="invalid_api_key") from None

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -25,6 +26,7 @@ from rollout_backend.config import LeftOut
 from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, ModelCall, context_exceeded, not_adopted
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.dialects.base import Dialect, EventStream, to_json
+from rollout_backend.model.gateway.access import TRAJECTORY_HEADER
 from rollout_backend.model.gateway.call_traces import CallTraces
 from rollout_backend.model.gateway.cpu_shares import charge_to
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
@@ -206,6 +208,9 @@ class CallHandler:
         self, session: OpenSession, dialect: Dialect, body: bytes, headers: Mapping[str, str]
     ) -> tuple[RequestKey, ModelCall]:
         call = self._executor.shown(session.requests.parse(dialect, body))
+        if TRAJECTORY_HEADER in headers and all(rule.model != call.model for rule in self._settings.leave_out):
+            # In SageMaker's job runtime, the job selects the model, and agents name any.
+            call = replace(call, model=self._model_name)
         self.check_model(call.model)
         question = session.conversations.question(call.messages, call.tools)
         return RequestKey.of(dialect.name, body, headers, question), call

@@ -8,6 +8,7 @@ from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.seal import Sealer
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.dialects.base import Dialect, separators
+from rollout_backend.model.dialects.sagemaker_job_runtime import Sample, SampleWithResponseStream
 from rollout_backend.model.gateway.access import Authenticator
 from rollout_backend.model.gateway.admission import Admission
 from rollout_backend.model.gateway.call_handler import CallHandler
@@ -16,6 +17,7 @@ from rollout_backend.model.gateway.engine.client import EngineClient
 from rollout_backend.model.gateway.engine.engines import AdapterVersions, Engines
 from rollout_backend.model.gateway.engine.protocol import EngineProtocol, SglangProtocol, VllmProtocol
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+from rollout_backend.model.gateway.job_runtime import JobRuntime
 from rollout_backend.model.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.model.gateway.sessions.journal import SessionJournal
 from rollout_backend.model.gateway.sessions.registry import SessionRegistry
@@ -39,6 +41,7 @@ class GatewayParts:
     authenticator: Authenticator
     traces: CallTraces | None
     calls: CallHandler
+    job_runtime: JobRuntime
 
     @classmethod
     def build(cls, settings: GatewaySettings, bundle: RendererBundle, dialects: Sequence[type[Dialect]]) -> Self:
@@ -71,6 +74,8 @@ class GatewayParts:
         admission = Admission(config.max_concurrent_calls, config.max_queued_per_engine, config.max_session_calls)
         executor = ModelCallExecutor(settings, bundle, stats, client, admission)
         traces = CallTraces(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
+        authenticator = Authenticator(settings, journal.journal_id if journal is not None else "")
+        operations = (Sample(limits, joined), SampleWithResponseStream(limits, joined))
         return cls(
             settings=settings,
             dialects=[dialect(limits, joined) for dialect in dialects],
@@ -81,9 +86,10 @@ class GatewayParts:
             adapters=adapters,
             engine_client=client,
             admission=admission,
-            authenticator=Authenticator(settings, journal.journal_id if journal is not None else ""),
+            authenticator=authenticator,
             traces=traces,
             calls=CallHandler(settings, registry, executor, stats, traces, text_only=limits is None),
+            job_runtime=JobRuntime(authenticator, registry, settings.body_s, operations),
         )
 
 

@@ -6,6 +6,7 @@
     POST /v1/messages               a model call in Anthropic's Messages API          session key
     POST /v1/messages/count_tokens, /v1/responses/input_tokens  the length of its prompt  session key
     GET  /v1/models[/{id}]          the model                                         session key
+    POST /v1/sample, /v1/sample-with-response-stream, /v1/complete-rollout, /v1/update-reward: see `job_runtime`
     HEAD, OPTIONS, GET of base URLs  probes of clients                                 no key
     POST /v1/rollout/trajectory     seals the session and returns its Trajectory      session key
                                     (as JSON with `Accept: application/json`)
@@ -13,6 +14,8 @@
     POST /control/revoke            {"session_ids": [...]}: closes sessions           control key
     POST /control/adopt             {"session_ids": [...]}: lets sessions of an earlier trainer continue  control key
     POST /control/heartbeats             the sessions heard from since the last request    control key
+    GET  /control/reports[/{id}]    the sessions of `job_runtime` whose agents have finished; what one of them
+                                    reported, or null                                   control key
     POST /control/pause             holds model calls; returns once none is at an engine  control key
     POST /control/resume            releases them                                     control key
     POST /control/adapters          {"versions": {...}}: sets the version of each LoRA adapter  control key
@@ -32,6 +35,7 @@ Invariants:
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -107,6 +111,8 @@ class Gateway:
                 Route("/control/heartbeats", self.heartbeats, methods=["POST"]),
                 Route("/control/revoke", self.revoke, methods=["POST"]),
                 Route("/control/adopt", self.adopt, methods=["POST"]),
+                Route("/control/reports", self.reported_sessions, methods=["GET"]),
+                Route("/control/reports/{session_id:path}", self.report_of, methods=["GET"]),
                 Route("/control/pause", self.pause, methods=["POST"]),
                 Route("/control/resume", self.resume, methods=["POST"]),
                 Route("/control/adapters", self.set_adapters, methods=["POST"]),
@@ -135,7 +141,7 @@ class Gateway:
             return await answer(request, dialect, self._parts.authenticator.session(request))
 
         for prefix in _PREFIXES:
-            for dialect in self._parts.dialects:
+            for dialect in (*self._parts.dialects, *self._parts.job_runtime.dialects):
                 for path, answer in (
                     (dialect.path, self._parts.calls.call),
                     (dialect.count_path, self._parts.calls.count),
@@ -143,6 +149,7 @@ class Gateway:
                     if path is not None:
                         call = partial(handle, dialect=dialect, answer=answer)
                         routes.append(Route(prefix + path, call, methods=["POST"]))
+            routes += self._parts.job_runtime.routes(prefix)
             routes.append(Route(f"{prefix}/models", self.models, methods=["GET"]))
             routes.append(Route(f"{prefix}/models/{{name:path}}", self.model, methods=["GET"]))
         return routes
@@ -248,6 +255,19 @@ class Gateway:
         session_ids = await self._session_ids(request)
         self._parts.calls.adopt(session_ids)
         return JSONResponse({"adopted": len(session_ids)})
+
+    async def reported_sessions(self, request: Request) -> Response:
+        self._parts.authenticator.require_control_key(request)
+        return JSONResponse([*self._parts.registry.reports])
+
+    async def report_of(self, request: Request) -> Response:
+        self._parts.authenticator.require_control_key(request)
+        found = report = self._parts.registry.reports.get(request.path_params["session_id"])
+        if report is not None:
+            age_s = time.time() - report["at"]
+            found = {"status": report["status"], "rewards": report.get("rewards"), "age_s": age_s}
+        # Rewards may be NaN.
+        return Response(json.dumps(found), media_type="application/json")
 
     async def pause(self, request: Request) -> Response:
         self._parts.authenticator.require_control_key(request)

@@ -18,7 +18,7 @@ import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from tenacity import wait_fixed
@@ -48,6 +48,7 @@ _INSTRUCT_S = 150.0
 
 
 Shard = GatewayProcess | RayGateway
+_T = TypeVar("_T")
 
 
 class _GatewaySupervisor(Supervisor):
@@ -215,11 +216,17 @@ class GatewayFleet:
 
     async def heartbeats(self) -> list[HeartbeatReport | None]:
         """Return each shard's heartbeats since the last call; None for a shard that does not answer."""
-        answers = await asyncio.gather(*(shard.heartbeats() for shard in self._shards), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, RolloutBackendError):
-                raise answer
-        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+        return await _answers(shard.heartbeats() for shard in self._shards)
+
+    async def reported_sessions(self) -> list[str]:
+        """Return the sessions whose agents completed a rollout in SageMaker's job runtime. A shard that does not
+        answer is left out."""
+        answers = await _answers(shard.reported_sessions() for shard in self._shards)
+        return [session_id for answer in answers if answer is not None for session_id in answer]
+
+    async def report_of(self, session_id: str) -> dict[str, Any] | None:
+        """Return what the session's agent has reported, or None. Raises ServingError if its shard does not answer."""
+        return await self._shards[shard_of(session_id, len(self._gateways))].report_of(session_id)
 
     @property
     def same_machine(self) -> bool:
@@ -297,6 +304,15 @@ async def _instruct(gateway: _GatewaySupervisor, send: Callable[[Shard], Awaitab
     until = asyncio.get_running_loop().time() + _INSTRUCT_S
     if (error := await retry_until(until, attempt, ServingError, wait_fixed(0.5))) is not None:
         raise error
+
+
+async def _answers(asked: Iterable[Awaitable[_T]]) -> list[_T | None]:
+    """Return the answer of each shard; None for a shard that does not answer."""
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, RolloutBackendError):
+            raise answer
+    return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
 
 def _raise_first(results: Iterable[BaseException | None]) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 
@@ -188,6 +188,15 @@ class GatewayProcess:
         """Return the sessions that sent a heartbeat or call since the last request."""
         heard = await self._control("POST", "/control/heartbeats")
         return HeartbeatReport(frozenset(heard["beats"]), frozenset(heard["calls"]))
+
+    async def reported_sessions(self) -> list[str]:
+        """Return the sessions whose agents completed a rollout in SageMaker's job runtime."""
+        return list(await self._control("GET", "/control/reports"))
+
+    async def report_of(self, session_id: str) -> dict[str, Any] | None:
+        """Return what the session's agent has reported, or None."""
+        report: dict[str, Any] | None = await self._control("GET", f"/control/reports/{quote(session_id)}")
+        return report
 
     async def pause(self) -> None:
         """Hold model calls, even after a restart. Return once none is at an engine."""

@@ -395,6 +395,13 @@ class RayGateway(RayActor):
         heard: HeartbeatReport = await self._ask("heartbeats")
         return heard
 
+    async def reported_sessions(self) -> list[str]:
+        return list(await self._ask("reported_sessions"))
+
+    async def report_of(self, session_id: str) -> dict[str, Any] | None:
+        report: dict[str, Any] | None = await self._ask("report_of", session_id)
+        return report
+
     async def pause(self) -> None:
         await self._ask("pause")
 

@@ -143,7 +143,7 @@ def test_a_closed_session_is_remembered_until_its_key_expires(folder, journal, o
 def test_expired_names_of_closed_sessions_are_removed(folder, journal):
     journal.close({f"s{i}": 0.0 for i in range(2000)})
     size = (folder / "closed").stat().st_size
-    journal.sweep({"live": time.time() + 60}, time.time(), 60)
+    journal.sweep({"live": time.time() + 60}, {}, time.time(), 60)
     assert (folder / "closed").stat().st_size < size / 100
 
 
@@ -152,9 +152,9 @@ def test_a_session_that_is_not_resumed_is_removed_when_its_key_expires(folder, j
         journal.append(name, {})
     again = open_journal()
     again.take("resumed")
-    again.sweep({}, time.time() + 40_000, session_key_s=50_000)
+    again.sweep({}, {}, time.time() + 40_000, session_key_s=50_000)
     assert len(list((folder / "sessions").iterdir())) == 2
-    again.sweep({}, time.time() + 60_000, session_key_s=50_000)
+    again.sweep({}, {}, time.time() + 60_000, session_key_s=50_000)
     assert again.read("resumed")
     assert again.read("left") == []
 

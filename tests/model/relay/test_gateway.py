@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
-from builders import complete, run_config, session_of
+from builders import complete, report, run_config, session_of
 from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.model.serving.gateway_fleet import GatewayFleet
@@ -47,6 +47,9 @@ async def test_rollout_through_the_relay(start_relay, key, claims, tmp_path):
             assert given.base_url == f"{relay.url}/s/{shard}/k/{given.api_key}/v1"
             assert await complete(given) == "at last"
             assert await complete(given, "And 5 + 2?", stream=True) == "at last"
+            assert await report(given, "complete-rollout") == 200
+            assert await report(given, "update-reward", Rewards=[1.0]) == 200
+            assert (await fleet.report_of(session_of(shard)))["rewards"] == [1.0]
             trajectory = await fetch_trajectory(given, 120)
             assert sum(len(segment.turns) for segment in trajectory.segments) == 2
             with pytest.raises(openai.APIStatusError):

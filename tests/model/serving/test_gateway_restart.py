@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from agent_wrapper.shared.trajectory import fetch_trajectory
-from builders import complete, eventually, user
+from builders import complete, eventually, report, session_of, user
 from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import read_claims, shard_of
 from rollout_backend.errors import ServingError, StartupError
@@ -136,3 +136,34 @@ async def test_a_gateway_that_hangs_is_restarted_and_its_session_continues(start
         await eventually(lambda: events == [("gateway", "died"), ("gateway", "restarted")])
         await fleet.resume()
         assert await say(endpoint, messages, "And then?", retries=12) == "two"
+
+
+async def test_a_gateway_that_restarts_keeps_the_reports_of_agents_for_another_trainer(start, claims):
+    """Agents for SageMaker's job runtime, of two gateway processes."""
+    sessions = [session_of(0), session_of(1)]
+    with ScriptedEngine(["one"]) as engine:
+        first = await start(engine, gateway={"processes": 2})
+        endpoints = [first.endpoint(claims(session)) for session in sessions]
+        for endpoint in endpoints:
+            assert await complete(endpoint) == "one"
+            assert await report(endpoint, "complete-rollout") == 200
+        assert await report(endpoints[0], "update-reward", Rewards=[0.5]) == 200
+        other = endpoints[1].model_copy(update={"base_url": endpoints[0].base_url})
+        assert await report(other, "update-reward", Rewards=[0.5]) == 421
+        assert sorted(await first.reported_sessions()) == sorted(sessions)
+        await kill(first, 0)
+        assert await first.reported_sessions() == [sessions[1]]
+        with pytest.raises(ServingError):
+            await first.report_of(sessions[0])
+        await first.stop()
+        fleet = await start(engine, gateway={"processes": 2})
+        assert sorted(await fleet.reported_sessions()) == sorted(sessions)
+        # Agents of the earlier trainer report before it is known whether they are adopted.
+        assert await report(endpoints[1], "update-reward", Rewards=[1.0]) == 200
+        found = [await fleet.report_of(session) for session in sessions]
+        assert [(each["status"], each["rewards"]) for each in found] == [("ready", [0.5]), ("ready", [1.0])]
+        assert len((await fetch_trajectory(endpoints[0], 120)).segments) == 1
+        await fleet.revoke(sessions)
+        assert [await fleet.report_of(session) for session in sessions] == [None, None]
+        assert await fleet.reported_sessions() == []
+        await fleet.stop()

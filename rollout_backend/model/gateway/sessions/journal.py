@@ -3,6 +3,7 @@
     FOLDER/journal_id         names this journal; a key is valid for the journal that its session started in
     FOLDER/sessions/NAME      the records of one session
     FOLDER/closed             the names of closed sessions
+    FOLDER/reports            what agents of SageMaker's job runtime reported of their sessions: see `reports`
     FOLDER/lock               held by the gateway that writes here
     FOLDER/port               the port of the last gateway
 
@@ -133,15 +134,22 @@ class SessionJournal:
     def __init__(self, folder: Path) -> None:
         """Raise ConfigError if the folder cannot be used, or another gateway holds it."""
         self._sessions = folder / "sessions"
-        self._closed_file = folder / "closed"
+        self._closed_table, self._reports_table = _Table(folder / "closed"), _Table(folder / "reports")
         # Descriptors, least recently used first.
         self._open: dict[str, int] = {}
         try:
             self._lock = _lock(folder, 0.0)
             self.journal_id = (folder / "journal_id").read_text()
             self._left = {entry.name: entry.stat().st_mtime for entry in os.scandir(self._sessions)}
-            closed = {name: until for name, until in _records(self._closed_file) if until > time.time()}
-            self._write_closed(closed)
+            closed = {name: until for name, until in self._closed_table.read().items() if until > time.time()}
+            self._closed_table.rewrite(closed)
+            self.reports: dict[str, Record] = {
+                name: report
+                for name, report in self._reports_table.read().items()
+                if name not in closed and report["until"] > time.time()
+            }
+            """The reports of open sessions, by name."""
+            self._reports_table.rewrite(self.reports)
         except OSError as error:
             raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
         self.closed: Mapping[str, float] = closed
@@ -178,31 +186,28 @@ class SessionJournal:
 
     def close(self, sessions: Mapping[str, float]) -> None:
         """Delete these sessions except for their names, each of which has an expiry time. Raises OSError."""
-        closed = _open(self._closed_file)
-        try:
-            _write(closed, b"".join(map(_frame, sessions.items())))
-        finally:
-            os.close(closed)
-        self._written += len(sessions)
+        self._closed_table.append(sessions)
         for path in map(self._file, sessions):
             if path.name in self._open:
                 os.close(self._open.pop(path.name))
             path.unlink(missing_ok=True)
 
-    def sweep(self, closed: Mapping[str, float], now: float, session_key_s: float) -> None:
-        """Delete expired names, and sessions of earlier processes whose keys have expired.
+    def report(self, session_id: str, report: Record) -> None:
+        """Replace what was reported of a session. Raises OSError."""
+        self._reports_table.append({session_id: report})
 
-        `closed` holds the names to keep; `session_key_s` is the longest validity of a key. Raises OSError.
+    def sweep(
+        self, closed: Mapping[str, float], reports: Mapping[str, Record], now: float, session_key_s: float
+    ) -> None:
+        """Delete expired names and reports, and sessions of earlier processes whose keys have expired.
+
+        `closed` and `reports` are what to keep; `session_key_s` is the longest validity of a key. Raises OSError.
         """
         for name in [name for name, written_at in self._left.items() if written_at + session_key_s <= now]:
             del self._left[name]
             (self._sessions / name).unlink(missing_ok=True)
-        if self._written - len(closed) >= max(_COMPACT_FROM, len(closed)):
-            self._write_closed(closed)
-
-    def _write_closed(self, closed: Mapping[str, float]) -> None:
-        write_file(self._closed_file, b"".join(map(_frame, closed.items())), private=True)
-        self._written = len(closed)
+        self._closed_table.compact(closed)
+        self._reports_table.compact(reports)
 
     def _file(self, session_id: str) -> Path:
         return self._sessions / _name(session_id)
@@ -234,6 +239,35 @@ def _write(descriptor: int, data: bytes) -> None:
         if written:
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         raise
+
+
+class _Table:
+    """A file with values of names. The last value of a name counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = 0
+
+    def read(self) -> dict[str, Any]:
+        return dict(_records(self._path))
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Add or replace values. Raises OSError."""
+        file = _open(self._path)
+        try:
+            _write(file, b"".join(map(_frame, values.items())))
+        finally:
+            os.close(file)
+        self._written += len(values)
+
+    def rewrite(self, values: Mapping[str, Any]) -> None:
+        write_file(self._path, b"".join(map(_frame, values.items())), private=True)
+        self._written = len(values)
+
+    def compact(self, values: Mapping[str, Any]) -> None:
+        """Rewrite the file with only these values, once most of its records are outdated."""
+        if self._written - len(values) >= max(_COMPACT_FROM, len(values)):
+            self.rewrite(values)
 
 
 def _records(path: Path) -> Iterator[Any]:

@@ -171,6 +171,8 @@ class SessionRegistry:
         self._beats: set[str] = set()
         self._calls: set[str] = set()
         self._closed = dict(journal.closed) if journal is not None else {}
+        # What agents of SageMaker's job runtime reported, by session.
+        self.reports: dict[str, Record] = dict(journal.reports) if journal is not None else {}
 
     @property
     def _open(self) -> list[OpenSession]:
@@ -196,10 +198,31 @@ class SessionRegistry:
         Raises:
             ApiError: status 410 if the session was revoked, so the container may stop.
         """
-        if claims.session_id in self._closed:
-            self._refused_after_stop(claims.session_id)
-            raise session_closed("revoked, or sealed long ago")
+        self.check_not_revoked(claims.session_id)
         self._beats.add(claims.session_id)
+
+    def report(self, claims: SessionClaims, **fields: Any) -> None:
+        """Record what the session's agent reports of it: see `job_runtime`.
+
+        Raises:
+            ApiError: status 410 if the session was revoked, 503 if the journal cannot be written.
+        """
+        name = claims.session_id
+        self.check_not_revoked(name)
+        report = {**self.reports.get(name, {"at": self._clock()}), **fields, "until": claims.expires_at}
+        if self._journal is not None:
+            try:
+                self._journal.report(name, report)
+            except OSError as error:
+                log.exception("the report of a session cannot be written: %s", error.strerror)
+                raise journal_unwritable() from None
+        self.reports[name] = report
+
+    def check_not_revoked(self, name: str) -> None:
+        """Raise ApiError (410) if the session was revoked, or sealed long ago."""
+        if name in self._closed:
+            self._refused_after_stop(name)
+            raise session_closed("revoked, or sealed long ago")
 
     def take_heartbeats(self) -> HeartbeatReport:
         """Return the sessions that sent a heartbeat or call since the last request."""
@@ -214,6 +237,8 @@ class SessionRegistry:
         Raises:
             ApiError: status 410 if it is closed.
         """
+        if claims.session_id in self.reports:
+            raise session_closed("its agent has completed the rollout")
         if not claims.is_recorded:
             share = SessionShare(self.cpu, self._max_session_calls)
             return OpenSession(claims, Conversations(self._bundle, self._experts), share=share)
@@ -279,12 +304,13 @@ class SessionRegistry:
         calls = self._close_all(over)
         self._closed = {name: until for name, until in self._closed.items() if until > now}
         self._revoked &= self._closed.keys()
+        self.reports = {name: report for name, report in self.reports.items() if report["until"] > now}
         # Without a trainer that polls, these sets only grow.
         if len(self._calls) > _MAX_HEARD:
             self.take_heartbeats()
         if self._journal is not None:
             try:
-                self._journal.sweep(self._closed, now, self._token_s)
+                self._journal.sweep(self._closed, self.reports, now, self._token_s)
             except OSError as error:
                 log.warning("the journal's expired sessions could not be removed: %s", error)
         await asyncio.gather(*calls, return_exceptions=True)
@@ -297,8 +323,7 @@ class SessionRegistry:
         name = claims.session_id
         if name in self._closed:
             self._closed[name] = max(self._closed[name], claims.expires_at)
-            self._refused_after_stop(name)
-            raise session_closed("revoked, or sealed long ago")
+        self.check_not_revoked(name)
         self._calls.add(name)
         found = self._sessions.get(name)
         if found is None:
@@ -374,6 +399,7 @@ class SessionRegistry:
         calls: list[asyncio.Task[Any]] = []
         for name, until in sessions.items():
             session = self._sessions.pop(name, None)
+            self.reports.pop(name, None)
             if session is not None:
                 session.close()
                 until = max(until, session.expires_at)
