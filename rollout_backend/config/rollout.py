@@ -112,7 +112,7 @@ class RolloutConfig(Section):
     def uses_queue(self) -> bool:
         """Return True if the run receives from a queue. Agents that announce nothing, and agents without credentials,
         cannot send to a queue that the run creates, so such a run has none."""
-        if self.runtime.agent_protocol in ("agentcore-rl-toolkit", "agentcore-runtime-app"):
+        if self.runtime.agent_protocol not in ("rollout", "verl-4216"):
             return False
         return self.queue.enabled and not (self.storage.presigned and self.queue.url is None)
 

@@ -98,10 +98,14 @@ class RuntimeConfig(Section):
 
     kind: str
     """Kind of the runtime."""
-    agent_protocol: Literal["rollout", "agentcore-rl-toolkit", "agentcore-runtime-app", "verl-4216"] = "rollout"
+    agent_protocol: Literal[
+        "rollout", "agentcore-rl-toolkit", "agentcore-runtime-app", "sagemaker-job-runtime", "verl-4216"
+    ] = "rollout"
     """How agents are wrapped. `rollout`: agent_wrapper, or your own implementation of the contract.
     `agentcore-rl-toolkit`: `AgentCoreRLApp`, unchanged. `agentcore-runtime-app`: `AgentCoreRuntimeApp` of the same
-    package. `verl-4216`: the app of verl's pull request 4216. See [toolkit-agents.md](toolkit-agents.md)."""
+    package. `verl-4216`: the app of verl's pull request 4216. See [toolkit-agents.md](toolkit-agents.md).
+    `sagemaker-job-runtime`: agents for SageMaker's multi-turn RL, unchanged. See
+    [sagemaker-agents.md](sagemaker-agents.md)."""
     poll_interval_s: Seconds = 10.0
     """Interval between polls of a session for its result, with `agent_protocol: agentcore-runtime-app`. Each poll is
     an invoke within `invoke_per_s`, and takes turns with those of new sessions. Before a rollout ends as `no_result`,
@@ -123,7 +127,19 @@ class RuntimeConfig(Section):
     connect_timeout_s: Seconds = 10.0
     """Timeout of connecting to the runtime."""
     read_timeout_s: Seconds = 60.0
-    """Timeout of an invoke. The wrapper answers at once, so a longer wait is a failed cold start."""
+    """Timeout of an invoke. The wrapper answers at once, so a longer wait is a failed cold start. With
+    `agent_protocol: sagemaker-job-runtime`, an agent that has not answered by then counts as started."""
+
+    @property
+    def invokes_last(self) -> bool:
+        """Return whether agents answer their invoke when they have finished. Stops are then sent while invokes are
+        in flight."""
+        return self.agent_protocol == "sagemaker-job-runtime"
+
+    @property
+    def invoke_timeout_s(self) -> float:
+        """Return the timeout of an invoke in an adapter. If agents answer late, the caller limits their invokes."""
+        return _INSTANCE_S if self.invokes_last else self.read_timeout_s
 
     @property
     def invoke_limit_s(self) -> float:
@@ -158,7 +174,8 @@ class RuntimeConfig(Section):
         if self.agent_protocol == "verl-4216" and not run.gateway.key_in_path:
             raise ValueError(f"{where} send no API key of ours: set gateway.key_in_path=true")
         if run.storage.presigned:
-            writes = "nothing to S3" if self.agent_protocol == "agentcore-runtime-app" else "to S3 with credentials"
+            to_s3 = self.agent_protocol in ("agentcore-rl-toolkit", "verl-4216")
+            writes = "to S3 with credentials" if to_s3 else "nothing to S3"
             raise ValueError(f"{where} write {writes}: set storage.presigned=false")
         if self.agent_protocol == "verl-4216" and not run.queue.enabled:
             raise ValueError(f"{where} fail if they cannot announce a result: set queue.enabled=true")

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import fetch_trajectory
-from rollout_backend.agents.protocols.base import PolledResults, WrittenResults
+from rollout_backend.agents.protocols.base import PolledResults, ReportedResults, WrittenResults
 from rollout_backend.agents.protocols.translator import (
     BucketTranslator,
     PollingTranslator,
+    ReportTranslator,
     TranslatorOptions,
     agent_protocol,
 )
@@ -29,6 +30,7 @@ from rollout_backend.agents.runtimes.base import (
     open_runtime,
     runtime_class,
 )
+from rollout_backend.base.waiting_connections import raise_file_limit
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.harbor import VERIFIER
@@ -59,6 +61,8 @@ from rollout_backend.run.step.task_blocklist import TaskBlocklist
 
 # A killed gateway restarts within this time.
 _SEAL_S = 60.0
+# Open files of this process, besides the invokes that agents answer late.
+_OTHER_FILES = 1024
 
 
 class RunServices:
@@ -150,14 +154,17 @@ class RunServices:
         ends = SessionEnds()
         heartbeats = self._start_background(stack, buffer, runtime, ends)
         admission.yield_to(buffer.has_backlog)
-        limits_s = config.runtime.invoke_limit_s, config.runtime.stop_limit_s
-        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), *limits_s), self.lease, admission)
-        poll = FencedRuntime(TimedCalls(runtime, *limits_s), self.lease, admission, CallKind.POLL).invoke
+        invoke_s, stop_s = config.runtime.invoke_limit_s, config.runtime.stop_limit_s
+        if config.runtime.invokes_last:
+            invoke_s += config.timeouts.session_s
+            raise_file_limit(config.runtime.max_sessions + _OTHER_FILES)
+        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), invoke_s, stop_s), self.lease, admission)
+        poll = FencedRuntime(TimedCalls(runtime, invoke_s, stop_s), self.lease, admission, CallKind.POLL).invoke
         self.for_steps = StepServices(
             config=config,
             runtime=runtime,
             dispatcher=Dispatcher(
-                self._translated(calls, poll, admission, store, buffer),
+                self._translated(calls, poll, admission, store, buffer, ends),
                 admission,
                 max_sessions=self.limits.max_sessions,
             ),
@@ -266,6 +273,7 @@ class RunServices:
         admission: CallQueue,
         store: ResultStore,
         buffer: RolloutBuffer,
+        ends: SessionEnds,
     ) -> SessionCalls:
         """Return the calls of steps. For agents of another protocol, start to translate their results."""
         config, gateways = self._config, self.serving.gateways
@@ -287,8 +295,19 @@ class RunServices:
             "seal": seal,
             "on_result": buffer.fetch_written,
         }
-        translator: PollingTranslator | BucketTranslator
-        if isinstance(protocol, PolledResults):
+        translator: PollingTranslator | BucketTranslator | ReportTranslator
+        if isinstance(protocol, ReportedResults):
+            translator = ReportTranslator(
+                calls,
+                protocol,
+                store,
+                gateways,
+                ends.report,
+                accept_s=config.runtime.read_timeout_s,
+                scored=config.scoring.enabled,
+                **more,
+            )
+        elif isinstance(protocol, PolledResults):
             more["interval_s"] = config.runtime.poll_interval_s
             translator = PollingTranslator(calls, protocol, store, poll, admission, **more)
         else:

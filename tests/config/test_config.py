@@ -169,7 +169,9 @@ def test_a_model_without_a_context_length_needs_the_setting(tmp_path, written):
         _ = ModelConfig(path=tmp_path).context_tokens
 
 
-@pytest.mark.parametrize("protocol", ["agentcore-rl-toolkit", "verl-4216", "agentcore-runtime-app"])
+@pytest.mark.parametrize(
+    "protocol", ["agentcore-rl-toolkit", "verl-4216", "agentcore-runtime-app", "sagemaker-job-runtime"]
+)
 def test_what_agents_of_another_protocol_cannot_do_is_refused(protocol):
     agents, keyed = {"agent_protocol": protocol}, {"key_in_path": True}
     runtime = {"kind": "http", "url": "http://agents", **agents}

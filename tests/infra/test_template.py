@@ -114,6 +114,7 @@ def may_write(statements: list[Statement], folder: str, once: bool) -> bool:
         ("rollout", {("steps", True), ("artifacts", True)}, True, False),
         ("agentcore-rl-toolkit", {("agents", True), ("agents", False)}, False, True),
         ("agentcore-runtime-app", set(), False, True),
+        ("sagemaker-job-runtime", set(), False, True),
         ("verl-4216", {("agents", True), ("agents", False)}, True, True),
     ],
 )

@@ -3,7 +3,8 @@
 Invariants:
 
 - Tokens come from the gateway, never from an agent's report. An agent's result has a reward or an error.
-- A result belongs to the session whose id is in its key, or that was polled. Only that container knows the id.
+- A result belongs to the session whose id is in its key, or that was polled. Only that container knows the id. A
+  report belongs to the session whose key it carries.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ def results_prefix(request: RolloutRequest) -> str:
 
 
 class AgentProtocol(ABC):
-    """Base class of protocols. Subclass `WrittenResults` or `PolledResults`."""
+    """Base class of protocols. Subclass `WrittenResults`, `PolledResults` or `ReportedResults`."""
 
     @abstractmethod
     def payload(self, task: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
@@ -61,3 +62,8 @@ class PolledResults(AgentProtocol):
     @abstractmethod
     def has_ended(self, answer: bytes, request: RolloutRequest) -> bool:
         """Return whether the answer to a poll contains the result, for `read_result`."""
+
+
+class ReportedResults(AgentProtocol):
+    """Agents report their result to the gateway, and answer their invoke when they have finished. A result is JSON
+    with the `status` and `rewards` of the report, and the `answer` to the invoke."""

@@ -10,6 +10,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -18,16 +19,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Outcome, RolloutRequest, Trajectory
 from agent_wrapper.outcome import build_rollout, encode, failed
+from agent_wrapper.shared.redaction import without_key
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
 from rollout_backend.agents.protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp, Verl4216
-from rollout_backend.agents.protocols.base import AgentProtocol, PolledResults, WrittenResults, results_prefix
+from rollout_backend.agents.protocols.base import (
+    AgentProtocol,
+    PolledResults,
+    ReportedResults,
+    WrittenResults,
+    results_prefix,
+)
+from rollout_backend.agents.protocols.sagemaker_job_runtime import SageMakerJobRuntime
 from rollout_backend.agents.runtimes.base import SessionCalls
 from rollout_backend.core.ledger import CallTally
-from rollout_backend.errors import InvokeRejected, ResultMissing, RuntimeCallError, StoreError, WriteConflict
+from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.core.session_key import shorten
+from rollout_backend.errors import (
+    InvokeRejected,
+    ResultMissing,
+    RuntimeCallError,
+    ServingError,
+    StoreError,
+    WriteConflict,
+)
 from rollout_backend.run.collect.buffer import MAX_KEYS, log_defects
 from rollout_backend.run.collect.store import ObjectStore
 from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
@@ -37,12 +55,16 @@ log = logging.getLogger(__name__)
 _ACCEPTED = b'{"status": "accepted"}'
 # A poll that a runtime receives after the session's stop would start a new container.
 _POLL_ARRIVES_S = 5.0
+# An agent that fails reports first, and then answers its invoke with the error.
+_ERROR_ARRIVES_S = 5.0
+_ANSWER_CHARS = 500
 
 _P = TypeVar("_P", bound=AgentProtocol)
 
 _PROTOCOLS: Mapping[str, Callable[[], AgentProtocol]] = {
     "agentcore-rl-toolkit": AgentCoreRlToolkit,
     "agentcore-runtime-app": AgentCoreRuntimeApp,
+    "sagemaker-job-runtime": SageMakerJobRuntime,
     "verl-4216": Verl4216,
 }
 
@@ -321,3 +343,142 @@ class PollingTranslator(Translator[PolledResults]):
         payload = json.dumps(self._protocol.poll(request)).encode()
         with self._admission.track(CallKind.POLL, CallTally()):
             return await self._poll(request.session_id, payload)
+
+
+class Reports(Protocol):
+    """The gateways, to which agents report."""
+
+    async def reported_sessions(self) -> list[str]:
+        """Return the sessions with a report, as far as it is known."""
+
+    async def report_of(self, session_id: str) -> Mapping[str, Any] | None:
+        """Return the report's `status`, `rewards` and `age_s`, or None. Raises ServingError."""
+
+
+class ReportTranslator(Translator[ReportedResults]):
+    """Finds results by asking the gateways, and sends invokes that agents answer when they have finished.
+
+    An invoke counts as accepted once its agent has reported, or if it has not failed within `accept_s`. If it fails
+    after that, the session has ended.
+    """
+
+    def __init__(
+        self,
+        calls: SessionCalls,
+        protocol: ReportedResults,
+        store: ObjectStore,
+        reports: Reports,
+        on_end: Callable[[SessionEnd], None],
+        *,
+        accept_s: float,
+        scored: bool,
+        **options: Unpack[TranslatorOptions],
+    ) -> None:
+        """`calls` must end each invoke in time. With `scored`, agents need not report a reward."""
+        super().__init__(calls, protocol, store, **options)
+        self._reports = reports
+        self._on_end = on_end
+        self._accept_s = accept_s
+        self._scored = scored
+        self._invokes: dict[str, asyncio.Task[bytes]] = {}
+        # Set when the agent of an invoke in flight has reported.
+        self._reported: dict[str, asyncio.Event] = {}
+        # Sessions that get no more time for a reward.
+        self._due: set[str] = set()
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        fields = json.loads(payload)
+        request = RolloutRequest.parse(fields.pop(REQUEST_FIELD))
+        translated = json.dumps(self._protocol.payload(fields, request)).encode()
+        self._open[session_id] = _Session(request, time.time())
+        self._invokes[session_id] = invoke = asyncio.create_task(self._calls.invoke(session_id, translated))
+        self._reported[session_id] = reported = asyncio.Event()
+        invoke.add_done_callback(lambda _: reported.set())
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._accept_s):
+                    await reported.wait()
+            error = invoke.exception() if invoke.done() else None
+            if error is not None and not await self._has_reported(session_id, error):
+                raise error
+        except BaseException:
+            self._forget(session_id)
+            raise
+        invoke.add_done_callback(functools.partial(self._on_invoke_end, session_id))
+        return _ACCEPTED
+
+    async def _has_reported(self, session_id: str, error: BaseException) -> bool:
+        """Return whether the agent has reported, or may have, although its invoke failed with this error."""
+        if not isinstance(error, RuntimeCallError) or error.refused or error.never_opened:
+            return False
+        try:
+            return await self._reports.report_of(session_id) is not None
+        except ServingError:
+            # The session has ended, so the gateway is asked again.
+            return True
+
+    def _on_invoke_end(self, session_id: str, invoke: asyncio.Task[bytes]) -> None:
+        if invoke.cancelled() or session_id not in self._open or (error := invoke.exception()) is None:
+            return
+        reason, final = "runtime_error", False
+        if isinstance(error, RuntimeCallError):
+            reason, final = error.reason, isinstance(error, InvokeRejected) and error.final
+        else:
+            log.error("session %s: the invoke failed", session_id, exc_info=error)
+        self._on_end(SessionEnd(session_id, reason, str(error), final=final))
+
+    def _forget(self, session_id: str) -> None:
+        self._open.pop(session_id, None)
+        self._reported.pop(session_id, None)
+        self._due.discard(session_id)
+        if (invoke := self._invokes.pop(session_id, None)) is not None:
+            invoke.cancel()
+
+    async def stop(self, session_id: str) -> bool | None:
+        self._forget(session_id)
+        return await super().stop(session_id)
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            for session_id in list(self._invokes):
+                self._forget(session_id)
+
+    async def _candidates(self) -> list[str]:
+        found = [session_id for session_id in await self._reports.reported_sessions() if session_id in self._open]
+        for session_id in self._reported.keys() & found:
+            self._reported[session_id].set()
+        return found
+
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        self._due.add(session_id)
+        return await super().find_result(session_id, ended=ended)
+
+    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+        session_id = request.session_id
+        try:
+            report = await self._reports.report_of(session_id)
+        except ServingError as error:
+            raise StoreError(str(error)) from error
+        if report is None or (session_id not in self._due and report["age_s"] < self._wait_s(request, report)):
+            raise ResultMissing(session_id)
+        result = {"status": report["status"], "rewards": report["rewards"], "answer": self._answer(request)}
+        return json.dumps(result).encode(), report["age_s"]
+
+    def _wait_s(self, request: RolloutRequest, report: Mapping[str, Any]) -> float:
+        """Return for how many seconds after a rollout's completion its reward, or its error, may still arrive."""
+        if report["status"] == "failed":
+            invoke = self._invokes.get(request.session_id)
+            return 0.0 if invoke is None or invoke.done() else _ERROR_ARRIVES_S
+        if report["rewards"] is not None:
+            return 0.0
+        return self._interval_s if self._scored else request.publish_grace_s or 0.0
+
+    def _answer(self, request: RolloutRequest) -> str:
+        """Return the agent's answer to its invoke, without the session's key."""
+        invoke = self._invokes.get(request.session_id)
+        if invoke is None or not invoke.done() or invoke.cancelled():
+            return "not known"
+        text = str(invoke.exception() or invoke.result().decode(errors="replace"))
+        return str(without_key(text, shorten(request.endpoint.api_key)))[:_ANSWER_CHARS]

@@ -55,8 +55,9 @@ class HttpRuntime(AgentRuntime):
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
         # One connection per invoke: on a kept connection, an invoke may be sent just as the server closes it. Its
         # outcome is then unknown and costs another attempt, which is more than another connection.
-        # Waiting for a connection would count towards the call's time, so each session has one.
-        connector = aiohttp.TCPConnector(limit=config.max_sessions, force_close=True)
+        # Waiting for a connection would count towards the call's time, so each session has one, and another one for
+        # its stop if its invoke may still be in flight.
+        connector = aiohttp.TCPConnector(limit=config.max_sessions * (1 + config.invokes_last), force_close=True)
         # A load balancer's cookie would send all sessions to one server.
         cookies = aiohttp.DummyCookieJar()
         headers = _headers(config)
@@ -143,10 +144,13 @@ class HttpRuntime(AgentRuntime):
         _raise_unless_stopped(reply, body)
 
     def _post(self, path: str, session_id: str, payload: bytes | None = None) -> _Post:
-        headers = {SESSION_HEADER: session_id}
+        headers, limit_s = {SESSION_HEADER: session_id}, self._config.read_timeout_s
         if payload is not None:
             headers["Content-Type"] = "application/json"
-        return self._http.post(self._url + path, data=payload, headers=headers, allow_redirects=False)
+            limit_s = self._config.invoke_timeout_s
+        timeout = aiohttp.ClientTimeout(sock_connect=self._config.connect_timeout_s, total=limit_s)
+        url = self._url + path
+        return self._http.post(url, data=payload, headers=headers, allow_redirects=False, timeout=timeout)
 
     async def aclose(self) -> None:
         await self._http.close()

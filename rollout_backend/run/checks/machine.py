@@ -416,7 +416,11 @@ def check_open_files(config: RolloutConfig) -> CheckResult:
             f"a process {hard:,.0f}: raise that (`ulimit -Hn`), or lower the setting and raise gateway.processes"
         )
         return CheckResult("problem", "gateway.max_concurrent_calls", text, "open-files")
-    own = min(256, config.runtime.max_sessions) + config.collect.max_fetches + config.queue.receivers + _OTHER_FILES
+    invokes = min(256, config.runtime.max_sessions)
+    if config.runtime.invokes_last:
+        # The run raises the limit.
+        soft, invokes = hard, invokes + config.runtime.max_sessions
+    own = invokes + config.collect.max_fetches + config.queue.receivers + _OTHER_FILES
     if soft < own:
         text = f"this process may open {soft:,.0f} files, and a run takes {own:,}: raise that (`ulimit -n {own}`)"
         return CheckResult("problem", "open files", text, "open-files")

@@ -11,10 +11,12 @@ import pytest
 from agent_wrapper.contract import REQUEST_FIELD, Outcome, RolloutRequest, Trajectory
 from memory_store import MemoryStore
 from rollout_backend.agents.protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
-from rollout_backend.agents.protocols.translator import BucketTranslator, PollingTranslator
+from rollout_backend.agents.protocols.sagemaker_job_runtime import SageMakerJobRuntime
+from rollout_backend.agents.protocols.translator import BucketTranslator, PollingTranslator, ReportTranslator
 from rollout_backend.core.manifest import StepRequest
+from rollout_backend.core.session_ends import SessionEnds
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import InvokeRejected, QuotaExceeded, RunHeld, RuntimeUnavailable
+from rollout_backend.errors import InvokeRejected, QuotaExceeded, RunHeld, RuntimeUnavailable, ServingError
 from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.dispatch.call_queue import CallQueue
 from rollout_backend.run.step.in_flight import InFlightLog
@@ -43,29 +45,40 @@ class Lines:
     def delete(self, step: int) -> None: ...
 
 
+SOURCES = ("polled", "written", "reported")
+
+
 class Containers:
     """A runtime of one protocol. Each agent finishes `agent_s` after its invoke."""
 
-    def __init__(self, polled: bool, agent_s: float = 298.0, quota: int = 10_000) -> None:
-        self.polled = polled
+    def __init__(self, source: str, agent_s: float = 298.0, quota: int = 10_000) -> None:
+        self.source = source
         self.agent_s = agent_s
         self.quota = quota
         self.store = MemoryStore("")
         self.began: dict[str, float] = {}
         self.polls: list[float] = []
         self.poll_fails: Callable[[], Exception | None] = lambda: None
+        self.reported_at: dict[str, float] = {}
         self.in_flight = InFlightLog(Lines())
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         await asyncio.sleep(0.05)
         fields = json.loads(payload)
-        if self.polled and fields["_agentcore_runtime"]["operation"] == "get":
+        if self.source == "polled" and fields["_agentcore_runtime"]["operation"] == "get":
             return self._poll(session_id)
         if len(self.began) >= self.quota:
             raise QuotaExceeded("402: the account has no session left")
         self.began[session_id] = now()
-        if self.polled:
+        if self.source == "polled":
             return self._state(session_id, {"status": "in_progress"})
+        if self.source == "reported":
+            # An agent does not notice that its trainer has gone.
+            asyncio.get_running_loop().call_later(
+                self.agent_s, lambda: self.reported_at.setdefault(session_id, now())
+            )
+            await asyncio.sleep(self.agent_s + 10.0)
+            return b"{}"
         block = fields[REQUEST_FIELD]
         key = f"{block['exp_id']}/{block['input_id']}/{session_id}.json"
         asyncio.get_running_loop().call_later(self.agent_s, self._write, key)
@@ -84,6 +97,16 @@ class Containers:
 
     def _write(self, key: str) -> None:
         self.store.objects[key] = b'{"rewards": [1.0], "status_code": 200}'
+
+    async def reported_sessions(self) -> list[str]:
+        return [*self.reported_at]
+
+    async def report_of(self, session_id: str) -> dict[str, Any] | None:
+        if (error := self.poll_fails()) is not None:
+            raise error
+        if session_id not in self.reported_at:
+            return None
+        return {"status": "ready", "rewards": [1.0], "age_s": now() - self.reported_at[session_id]}
 
     async def stop(self, session_id: str) -> None:
         self.began.pop(session_id, None)
@@ -111,12 +134,18 @@ class Containers:
             return Trajectory(model="m", segments=(make_segment(),))
 
         more: Any = {"interval_s": interval_s, "max_writes": 4, "seal": seal, "on_result": buffer.fetch_written}
-        calls: PollingTranslator | BucketTranslator
-        if self.polled:
+        ends = SessionEnds()
+        calls: PollingTranslator | BucketTranslator | ReportTranslator
+        if self.source == "polled":
             calls = PollingTranslator(self, AgentCoreRuntimeApp(), kept, self.invoke, queue, **more)
+        elif self.source == "reported":
+            more |= {"accept_s": 60.0, "scored": False}
+            calls = ReportTranslator(self, SageMakerJobRuntime(), kept, self, ends.report, **more)
         else:
             calls = BucketTranslator(self, AgentCoreRlToolkit(), kept, **more)
-        services = virtual_services(config, store, calls, queue, buffer=buffer, in_flight=self.in_flight)
+        services = virtual_services(
+            config, store, calls, queue, buffer=buffer, in_flight=self.in_flight, session_ends=ends
+        )
         tasks = tuple(Task(f"t{i}", {"q": str(i)}) for i in range(rollouts))
         searching = asyncio.create_task(calls.run())
         step = Step(StepRequest(0, tasks, config.sampling), services)
@@ -136,31 +165,31 @@ class Containers:
 )
 @in_virtual_time
 async def test_every_agent_that_finished_is_asked_at_a_slow_rate(rollouts, invoke_per_s):
-    result = await Containers(polled=True).run_step(rollouts, invoke_per_s=invoke_per_s)
+    result = await Containers("polled").run_step(rollouts, invoke_per_s=invoke_per_s)
     assert result.report.outcomes[Outcome.COMPLETED] == rollouts
 
 
-@pytest.mark.parametrize("polled", [True, False])
+@pytest.mark.parametrize("source", SOURCES)
 @in_virtual_time
-async def test_an_agent_that_finished_after_the_last_search_is_asked_at_its_deadline(polled):
+async def test_an_agent_that_finished_after_the_last_search_is_asked_at_its_deadline(source):
     """Each regular search is too late: the rollouts' own deadlines come first."""
-    result = await Containers(polled).run_step(60, interval_s=1e6)
+    result = await Containers(source).run_step(60, interval_s=1e6)
     assert result.report.outcomes[Outcome.COMPLETED] == 60
 
 
-@pytest.mark.parametrize("polled", [True, False])
+@pytest.mark.parametrize("source", SOURCES)
 @in_virtual_time
-async def test_an_agent_that_finished_after_the_last_search_is_asked_at_the_steps_deadline(polled):
+async def test_an_agent_that_finished_after_the_last_search_is_asked_at_the_steps_deadline(source):
     """The deadlines of rollouts that were invoked late are the step's."""
     timeouts = {"collection_s": 361.0}
-    result = await Containers(polled).run_step(60, invoke_per_s=6.0, interval_s=1e6, timeouts=timeouts)
+    result = await Containers(source).run_step(60, invoke_per_s=6.0, interval_s=1e6, timeouts=timeouts)
     assert result.report.outcomes[Outcome.COMPLETED] == 60
 
 
-@pytest.mark.parametrize("polled", [True, False])
+@pytest.mark.parametrize("source", SOURCES)
 @in_virtual_time
-async def test_an_agent_that_finished_while_no_trainer_ran_is_asked_by_the_next_one(polled):
-    containers = Containers(polled)
+async def test_an_agent_that_finished_while_no_trainer_ran_is_asked_by_the_next_one(source):
+    containers = Containers(source)
     assert await containers.run_step(5, killed_at=100.0) is None
     began = {*containers.began}
     await asyncio.sleep(500)
@@ -171,15 +200,29 @@ async def test_an_agent_that_finished_while_no_trainer_ran_is_asked_by_the_next_
 
 @in_virtual_time
 async def test_a_runtime_that_fails_at_the_deadline_is_asked_until_it_answers():
-    containers = Containers(polled=True)
+    containers = Containers("polled")
     containers.poll_fails = lambda: RuntimeUnavailable("503") if now() < 900 else None
     result = await containers.run_step(20)
     assert result.report.outcomes[Outcome.COMPLETED] == 20
 
 
 @in_virtual_time
+async def test_a_gateway_that_fails_at_the_deadline_is_asked_until_it_answers():
+    containers = Containers("reported")
+    containers.poll_fails = lambda: ServingError("no answer") if now() < 900 else None
+    result = await containers.run_step(20)
+    assert result.report.outcomes[Outcome.COMPLETED] == 20
+
+
+@in_virtual_time
+async def test_a_silent_agent_that_reports_nothing_ends_as_no_result():
+    result = await Containers("reported", agent_s=1e9).run_step(20)
+    assert result.report.reasons == {"timed_out: no_result": 20}
+
+
+@in_virtual_time
 async def test_a_container_that_rejects_each_poll_is_given_up_after_the_grace():
-    containers = Containers(polled=True)
+    containers = Containers("polled")
     containers.poll_fails = lambda: InvokeRejected("424", reason="container_error")
     result = await containers.run_step(20)
     assert result.report.reasons == {"timed_out: no_result": 20}
@@ -188,7 +231,7 @@ async def test_a_container_that_rejects_each_poll_is_given_up_after_the_grace():
 
 @in_virtual_time
 async def test_an_agent_that_never_answers_ends_as_no_result():
-    result = await Containers(polled=True, agent_s=1e9).run_step(20)
+    result = await Containers("polled", agent_s=1e9).run_step(20)
     assert result.report.reasons == {"timed_out: no_result": 20}
 
 
@@ -196,7 +239,7 @@ async def test_an_agent_that_never_answers_ends_as_no_result():
 @in_virtual_time
 async def test_refused_invokes_hold_up_no_poll(invoke_per_s):
     """The account has room for a third of the rollouts. Only finished ones make room, and only polls find them."""
-    containers = Containers(polled=True, agent_s=20.0, quota=20)
+    containers = Containers("polled", agent_s=20.0, quota=20)
     result = await containers.run_step(60, invoke_per_s=invoke_per_s)
     assert result.report.outcomes[Outcome.COMPLETED] == 60
     assert result.report.seconds < 900
@@ -205,7 +248,7 @@ async def test_refused_invokes_hold_up_no_poll(invoke_per_s):
 @in_virtual_time
 async def test_polls_of_agents_that_still_run_hold_up_no_invoke():
     """With 100 open sessions, polls alone would need 10 invokes per second."""
-    containers = Containers(polled=True, agent_s=250.0)
+    containers = Containers("polled", agent_s=250.0)
     result = await containers.run_step(100, invoke_per_s=1.0)
     assert result.report.outcomes[Outcome.COMPLETED] == 100
     assert result.report.seconds < 700

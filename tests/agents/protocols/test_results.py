@@ -1,6 +1,8 @@
 """What agents of other protocols are sent, and what is made of their results."""
 
 import json
+import math
+import re
 
 import pytest
 
@@ -8,7 +10,10 @@ from agent_wrapper.contract import ContractError, Outcome
 from agent_wrapper.outcome import AgentResult
 from protocol_requests import KEY, make_request
 from rollout_backend.agents.protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp, Verl4216
+from rollout_backend.agents.protocols.sagemaker_job_runtime import SageMakerJobRuntime
+from rollout_backend.core.session_key import expand, issue
 from rollout_backend.errors import InvokeRejected
+from rollouts import make_claims
 
 TOOLKIT, VERL = AgentCoreRlToolkit(), Verl4216()
 ADDED = {
@@ -152,3 +157,75 @@ def test_a_state_that_was_cut_is_no_result():
     assert RUNTIME_APP.has_ended(cut, REQUEST)
     with pytest.raises(ContractError, match="64 KiB"):
         RUNTIME_APP.read_result(cut, 10**6)
+
+
+JOB_RUNTIME = SageMakerJobRuntime()
+
+
+def test_the_payload_of_the_job_runtime_has_both_spellings():
+    """That of AWS's page, and that of the models of `sagemaker.train.rft`."""
+    key, url = issue("secret" * 8, make_claims()), "https://gateway/v1"
+    endpoint = REQUEST.endpoint.model_copy(update={"api_key": key, "base_url": url})
+    request = REQUEST.model_copy(update={"endpoint": endpoint, "run_id": "my_run.7"})
+    payload = JOB_RUNTIME.payload({"prompt": "2 + 2?"}, request)
+    trajectory, job = (
+        payload["metadata"]["rolloutId"],
+        "arn:aws:sagemaker:us-east-1:000000000000:job/AgentRFT/my-run-7",
+    )
+    assert expand(trajectory) == key
+    assert payload == {
+        "prompt": "2 + 2?",
+        "instance": {"prompt": "2 + 2?"},
+        "metadata": {
+            "jobArn": job,
+            "job_arn": job,
+            "rolloutId": trajectory,
+            "trajectory_id": trajectory,
+            "endpoint": url,
+            "region": "us-east-1",
+        },
+        "inferenceParams": {"temperature": 0.5, "topP": 1.0, "maxTokens": 99},
+        "inference_params": {"temperature": 0.5, "top_p": 1.0, "max_tokens": 99},
+        "model_name": "m",
+        "model_endpoint": url,
+    }
+    with pytest.raises(InvokeRejected, match="'metadata', which SageMaker's payload reserves"):
+        JOB_RUNTIME.payload({"metadata": {}}, request)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "name"),
+    [("r", "r"), ("--", "run"), ("a__b", "a-b"), ("x" * 62 + ".y", "x" * 62), ("\u00e9t\u00e9", "t")],
+)
+def test_a_jobs_arn_has_the_form_that_the_service_accepts(run_id: str, name: str):
+    [pattern] = {
+        "arn:aws[a-z\\-]*:sagemaker:[a-z0-9\\-]*:[0-9]{12}:job/[a-zA-Z0-9_\\-]+/[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
+    }
+    payload = JOB_RUNTIME.payload({}, REQUEST.model_copy(update={"run_id": run_id}))
+    arn = payload["metadata"]["jobArn"]
+    assert arn.endswith(f"/{name}")
+    assert re.fullmatch(pattern, arn)
+
+
+@pytest.mark.parametrize(
+    ("status", "rewards", "outcome", "reward", "reason"),
+    [
+        ("ready", [1], Outcome.COMPLETED, 1.0, None),
+        ("ready", [0.25, 0.5], Outcome.COMPLETED, 0.5, None),
+        ("ready", None, Outcome.AGENT_ERROR, None, "no_reward"),
+        *(
+            ("ready", rewards, Outcome.AGENT_ERROR, None, "bad_reward")
+            for rewards in ([], [math.nan], [1.0, -math.inf])
+        ),
+        ("ready", [math.nan, 1.0], Outcome.AGENT_ERROR, None, "bad_reward"),
+        ("failed", [0.0], Outcome.AGENT_ERROR, None, "invocation_error"),
+        ("failed", None, Outcome.AGENT_ERROR, None, "invocation_error"),
+    ],
+)
+def test_a_report_becomes_a_result(status, rewards, outcome: Outcome, reward: float | None, reason: str | None):
+    report = json.dumps({"status": status, "rewards": rewards, "answer": "no such tool"}).encode()
+    found = JOB_RUNTIME.read_result(report, 10**6)
+    assert (found.outcome, found.reward, found.failure and found.failure.reason) == (outcome, reward, reason)
+    assert found.turn_rewards == ((0.25, 0.0) if rewards == [0.25, 0.5] else ())
+    if status == "failed":
+        assert "no such tool" in found.failure.message

@@ -14,14 +14,25 @@ from memory_store import MemoryStore
 from protocol_requests import KEY, make_request
 from rollout_backend.agents.protocols import translator
 from rollout_backend.agents.protocols.agentcore_rl_toolkit import AgentCoreRlToolkit, AgentCoreRuntimeApp
-from rollout_backend.agents.protocols.translator import BucketTranslator, PollingTranslator, Translator
+from rollout_backend.agents.protocols.sagemaker_job_runtime import SageMakerJobRuntime
+from rollout_backend.agents.protocols.translator import (
+    BucketTranslator,
+    PollingTranslator,
+    ReportTranslator,
+    Translator,
+)
+from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.core.session_key import shorten
 from rollout_backend.errors import (
     InvokeRejected,
     OutcomeUnknown,
+    RuntimeCallError,
+    RuntimeUnavailable,
+    ServingError,
     Throttled,
 )
 from rollout_backend.run.collect.buffer import MAX_KEYS
-from rollout_backend.run.dispatch.call_queue import CallQueue
+from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
 from rollouts import make_segment
 
 REQUEST = make_request()
@@ -300,3 +311,142 @@ async def test_a_session_is_not_polled_after_its_stop():
         await stopping
     assert bench.stopped == ["session"]
     assert len(bench.polls) == 1
+
+
+CUT, FAILED = OutcomeUnknown("cut"), InvokeRejected("500: no such tool", "container_error")
+
+
+class ReportedBench(Bench):
+    """A runtime whose agents report to gateways, and answer their invokes when the test lets them."""
+
+    def __init__(self, *, accept_s: float = 60.0, scored: bool = False) -> None:
+        super().__init__()
+        self.reports: dict[str, dict[str, Any] | Exception] = {}
+        self.ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
+        self.invoked = asyncio.Event()
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        store: Any = self.bucket
+        self.translator = ReportTranslator(
+            self,
+            SageMakerJobRuntime(),
+            store,
+            self,
+            self.ends.put_nowait,
+            accept_s=accept_s,
+            scored=scored,
+            **self.given,
+        )
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        self.sent.append(json.loads(payload))
+        self.invoked.set()
+        return await self.answer
+
+    def report(self, status: str = "ready", rewards: object = None, age_s: float = 0.0) -> None:
+        self.reports["session"] = {"status": status, "rewards": rewards, "age_s": age_s}
+
+    async def reported_sessions(self) -> list[str]:
+        return [*self.reports, "of another run"]
+
+    async def report_of(self, session_id: str) -> Any:
+        found = self.reports.get(session_id)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.mark.parametrize("error", [None, CUT, FAILED])
+async def test_an_agent_that_reports_is_accepted_before_and_after_its_invoke_ends(error: RuntimeCallError | None):
+    bench = ReportedBench()
+    invoking = asyncio.create_task(bench.translator.invoke("session", PAYLOAD))
+    await bench.invoked.wait()
+    bench.report(rewards=[0.5])
+    if error is not None:
+        bench.answer.set_exception(error)
+    rollout = await bench.rollout()
+    assert (rollout.outcome, rollout.reward, rollout.seal) == (Outcome.COMPLETED, 0.5, "s")
+    assert json.loads(await invoking) == {"status": "accepted"}
+    await bench.translator.stop("session")
+    assert bench.answer.cancelled() == (error is None)  # no invoke outlives its session
+
+
+async def test_an_agent_counts_as_started_if_its_invoke_does_not_fail_in_time():
+    bench = ReportedBench(accept_s=0.01)
+    assert json.loads(await bench.translator.invoke("session", PAYLOAD)) == {"status": "accepted"}
+    bench.answer.set_exception(CUT)
+    async with asyncio.timeout(60):
+        assert await bench.ends.get() == SessionEnd("session", CUT.reason, "cut")
+    bench.report(rewards=[1.0])  # it may have reported before
+    assert await bench.translator.find_result("session", ended=True)
+    assert Rollout.decode(bench.bucket.objects[REQUEST.key]).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "error", [CUT, FAILED, Throttled("429"), RuntimeUnavailable("no connection", never_opened=True), ValueError("x")]
+)
+async def test_an_invoke_that_fails_without_a_report_was_not_accepted(error: Exception):
+    bench = ReportedBench()
+    bench.answer.set_exception(error)
+    with pytest.raises(type(error)):
+        await bench.translator.invoke("session", PAYLOAD)
+    bench.report(rewards=[1.0])
+    assert await bench.translator.find_result("session", ended=False)
+    assert bench.written.empty()
+
+
+async def test_a_report_that_could_not_be_read_does_not_count_as_absent():
+    bench = ReportedBench()
+    bench.answer.set_exception(CUT)
+    bench.reports["session"] = ServingError("no answer")
+    await bench.translator.invoke("session", PAYLOAD)
+    async with asyncio.timeout(60):
+        assert (await bench.ends.get()).session_id == "session"
+    assert not await bench.translator.find_result("session", ended=True)
+    bench.report("failed")
+    assert await bench.translator.find_result("session", ended=True)
+    assert Rollout.decode(bench.bucket.objects[REQUEST.key]).outcome is Outcome.AGENT_ERROR
+
+
+@pytest.mark.parametrize(("scored", "waits_s"), [(False, 5.0), (True, 0.001)])
+async def test_a_reward_is_waited_for_until_the_result_is_due(scored: bool, waits_s: float):
+    bench = ReportedBench(scored=scored)
+    bench.watch(REQUEST.model_copy(update={"publish_grace_s": 5.0}))
+    bench.report(age_s=waits_s * 0.9)
+    for _ in range(3):
+        await bench.translator._search("session", CallKind.POLL)
+    assert bench.written.empty()
+    bench.report(age_s=waits_s * 1.1)
+    assert (await bench.rollout()).failure.reason == "no_reward"
+
+
+async def test_a_reward_is_not_waited_for_at_the_end_of_its_rollout():
+    bench = ReportedBench()
+    bench.watch(REQUEST.model_copy(update={"publish_grace_s": 1e6}))
+    bench.report()
+    assert await bench.translator.find_result("session", ended=False)
+    assert Rollout.decode(bench.bucket.objects[REQUEST.key]).failure.reason == "no_reward"
+
+
+async def test_the_error_of_a_failed_agent_is_in_its_rollout_without_its_key():
+    bench = ReportedBench(accept_s=0.01)
+    await bench.translator.invoke("session", PAYLOAD)
+    bench.report("failed", [0.0])
+    await bench.translator._search("session", CallKind.POLL)
+    assert bench.written.empty()  # its error may follow
+    trajectory = shorten(KEY)
+    bench.answer.set_exception(InvokeRejected(f"500: no tool for {trajectory}", "container_error"))
+    rollout = await bench.rollout()
+    assert (rollout.outcome, rollout.failure.reason) == (Outcome.AGENT_ERROR, "invocation_error")
+    assert "500: no tool for" in rollout.failure.message
+    assert trajectory not in rollout.failure.message
+
+
+async def test_adopted_sessions_and_outages_of_gateways_lose_no_report():
+    bench = ReportedBench()
+    bench.watch()
+    bench.reports["session"] = ServingError("restarting")
+    async with asyncio.timeout(60), bench.running():
+        for _ in range(3):
+            await asyncio.sleep(0.002)
+        bench.report(rewards=[1.0])
+        assert await bench.written.get() == (3, "t.0", 1)

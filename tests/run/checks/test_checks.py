@@ -518,6 +518,14 @@ def test_too_few_open_files(monkeypatch, limits, words):
     assert found.level == "problem"
 
 
+@pytest.mark.parametrize(("hard", "level"), [(1_000_000, "ok"), (4096, "problem")])
+def test_each_agent_that_answers_its_invoke_late_takes_an_open_file(monkeypatch, hard, level):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, hard))
+    runtime = {"kind": "agentcore", "arn": ARN, "agent_protocol": "sagemaker-job-runtime"}
+    found = check_open_files(run_config(runtime=runtime))
+    assert (found.level, "a run takes 5,578" in found.text) == (level, True)
+
+
 @pytest.mark.parametrize(
     ("gateway", "rollouts", "level", "words"),
     [

@@ -87,8 +87,9 @@ class AgentCoreRuntime(AgentRuntime):
                     region=config.region,
                     endpoint_url=config.endpoint_url,
                     connect_timeout_s=config.connect_timeout_s,
-                    read_timeout_s=config.read_timeout_s,
-                    connections=min(256, config.max_sessions),
+                    read_timeout_s=config.invoke_timeout_s,
+                    # An invoke whose agent answers late holds a connection.
+                    connections=min(256, config.max_sessions) + config.invokes_last * config.max_sessions,
                 )
             )
             return cls(config, arn, data, control, stack.pop_all(), on_status)
@@ -271,7 +272,7 @@ class AgentCoreRuntime(AgentRuntime):
     async def _invoke(self, arn: str, session_id: str, payload: bytes) -> bytes:
         try:
             reply = await self._calls_of(arn)[0](runtimeSessionId=session_id, payload=payload)
-            async with asyncio.timeout(self._config.read_timeout_s), reply["response"] as body:
+            async with asyncio.timeout(self._config.invoke_timeout_s), reply["response"] as body:
                 return await read_answer(body)
         except ClientError as error:
             raise _to_call_error(error) from error
