@@ -556,6 +556,14 @@ provider = "rollout"
 The calls of one `run` are one row. Griptape's memory keeps the question and the answer of a run without its tool
 calls, so the next `run` opens a new row.""",
     ),
+    Harness(
+        "Mirascope",
+        "mirascope[anthropic,openai]",
+        "mirascope.txt",
+        "python mirascope_loop.py",
+        ALL,
+        note="For OpenAI's APIs, it cuts the model's name at its first slash: set a `model.name` without one.",
+    ),
 )
 
 
