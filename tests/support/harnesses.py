@@ -24,7 +24,7 @@ from rollout_backend.workbench.local.scripted import ToolCall
 
 FOLDER = Path(__file__).parents[1] / "model" / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
-PYTHON = dict.fromkeys(("mistral-vibe.txt", "openhands.txt"), "3.12")  # where 3.11 is too old
+PYTHON = dict.fromkeys(("agency-swarm.txt", "mistral-vibe.txt", "openhands.txt"), "3.12")  # where 3.11 is too old
 
 
 def said(name: str, **arguments: object) -> str:
@@ -563,6 +563,13 @@ calls, so the next `run` opens a new row.""",
         "python mirascope_loop.py",
         ALL,
         note="For OpenAI's APIs, it cuts the model's name at its first slash: set a `model.name` without one.",
+    ),
+    Harness(
+        "Agency Swarm",
+        "agency-swarm",
+        "agency-swarm.txt",
+        "python agency_swarm_agent.py",
+        note="It needs Python 3.12.",
     ),
 )
 
