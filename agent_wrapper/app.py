@@ -100,7 +100,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         grace_s = self.request.publish_grace_s or 0.0
-        self.publish_by = time.monotonic() + self.request.agent_s(time.time()) + grace_s
+        self.publish_by = time.monotonic() + self.request.remaining_s + grace_s
 
     def limit_s(self, seconds: float, share: float) -> float:
         """Return a limit after the agent's deadline."""

@@ -162,15 +162,13 @@ class RolloutContext:
     model: str
     sampling: Sampling = field(default_factory=Sampling)
     """The trainer's settings; the gateway applies them."""
-    deadline: float = math.inf
-    """Unix seconds by this container's clock; the agent must have returned by then."""
     rollout_id: str | None = None
     traceparent: str | None = None
     """W3C Trace Context of this rollout, for agents that create OpenTelemetry spans."""
     artifacts: Artifacts = field(default_factory=Artifacts, repr=False)
     """Files to publish with the result."""
-    # The deadline on the monotonic clock.
-    _ends_at: float | None = field(default=None, repr=False)
+    # Monotonic seconds: the container's clock may be set while the agent runs.
+    _ends_at: float = field(default=math.inf, repr=False)
     _folder: _Folder = field(default_factory=_Folder, repr=False, compare=False)
 
     @property
@@ -179,10 +177,15 @@ class RolloutContext:
         return self.rollout_id is not None
 
     @property
+    def deadline(self) -> float:
+        """Unix seconds by the present time of this container's clock; the agent must have returned by then. Infinite
+        in deployment. If the clock is set, the value changes with it."""
+        return time.time() + self._ends_at - time.monotonic()
+
+    @property
     def remaining_s(self) -> float:
         """Seconds until the deadline, never negative; infinite in deployment."""
-        left = self.deadline - time.time() if self._ends_at is None else self._ends_at - time.monotonic()
-        return max(0.0, left)
+        return max(0.0, self._ends_at - time.monotonic())
 
     def openai_kwargs(self) -> dict[str, Any]:
         """Return arguments for `openai.OpenAI` and `openai.AsyncOpenAI`: base_url, api_key, timeout, max_retries.
@@ -215,18 +218,15 @@ class RolloutContext:
     @classmethod
     def from_request(cls, request: RolloutRequest, payload: dict[str, Any]) -> RolloutContext:
         """Create the context of a request that has just arrived."""
-        now = time.time()
-        remaining_s = request.agent_s(now)
         return cls(
             payload=payload,
             base_url=request.endpoint.base_url,
             api_key=request.endpoint.api_key,
             model=request.endpoint.name,
             sampling=request.sampling,
-            deadline=now + remaining_s,
             rollout_id=request.rollout_id,
             traceparent=traceparent(request.run_id, request.step, request.rollout_id),
-            _ends_at=time.monotonic() + remaining_s,
+            _ends_at=time.monotonic() + request.remaining_s,
         )
 
     @classmethod

@@ -102,12 +102,12 @@ class RolloutRequest(ContractObject):
     endpoint: ModelEndpoint
     sampling: Sampling
     deadline: float
-    """Time by which the agent must have returned, in Unix seconds of the backend's clock."""
-    remaining_s: float | None = Field(default=None, ge=0)
-    """Seconds from the arrival of this request until the agent must have returned. Takes precedence over `deadline`,
-    because the container's clock may be wrong. None: the sender is older than this field."""
+    """Time by which the agent must have returned, in Unix seconds of the backend's clock. A container measures
+    `remaining_s` instead, because its own clock may be wrong."""
+    remaining_s: float = Field(ge=0)
+    """Seconds from the arrival of this request until the agent must have returned."""
     publish_grace_s: float | None = Field(default=None, gt=0)
-    """Seconds from then until the result must be in S3. None: as `remaining_s`."""
+    """Seconds from then until the result must be in S3. None: the wrapper applies its own limits only."""
     heartbeat_s: float | None = Field(default=None, gt=0)
     """Seconds between two heartbeats; None for no heartbeats."""
     result: ResultTarget
@@ -121,10 +121,6 @@ class RolloutRequest(ContractObject):
     def artifacts_key(self) -> str:
         """Return the key of this attempt's artifacts."""
         return artifacts_key(self.result.prefix, self.run_id, self.step, self.rollout_id, self.attempt)
-
-    def agent_s(self, now: float) -> float:
-        """Return the seconds from now, when the request arrives, until the agent must have returned."""
-        return self.deadline - now if self.remaining_s is None else self.remaining_s
 
     def key_for(self, outcome: Outcome) -> str:
         """Return the key for a rollout with this outcome: the result's, or the failure marker's of this attempt."""

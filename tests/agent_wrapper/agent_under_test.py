@@ -18,8 +18,14 @@ def pass_time(seconds: float) -> None:
         task.get_loop().call_soon_threadsafe(lambda: None)  # so that it looks at the clock
 
 
+def set_clock(seconds: float) -> None:
+    """Set the wall clock of this process forward or back, as it is set after the restore of a snapshot."""
+    clock = time.time
+    time.time = lambda: clock() + seconds
+
+
 def make_body(kind: str, context: RolloutContext) -> Any:
-    scope: dict[str, Any] = {"pass_time": pass_time}
+    scope: dict[str, Any] = {"pass_time": pass_time, "set_clock": set_clock}
     source = f"{kind} body(context):\n" + textwrap.indent(context.payload["body"], "    ")
     exec("import asyncio, os, sys, time\nfrom agent_wrapper import AgentFailure\n" + source, scope)
     return scope["body"]

@@ -251,19 +251,28 @@ def test_the_deadline_ends_an_agent(request, kind, body, where):
     assert rollout.sampled_tokens == 2
 
 
-@pytest.mark.parametrize("off_s", [-600, 600])
-def test_a_container_whose_clock_is_off_has_the_time_it_was_given(sync_container, off_s):
-    late = sync_container.request(deadline=time.time() - off_s, remaining_s=1000)
-    rollout = sync_container.play("return {'reward': 1, 'left': context.remaining_s, 'at': context.deadline}", late)
-    assert 700 < rollout.extras["left"] <= 1000
-    assert rollout.extras["at"] == pytest.approx(time.time() + 1000, abs=300), "by the container's own clock"
-    ended = sync_container.request(deadline=time.time() - off_s, remaining_s=1000)
-    assert sync_container.play("pass_time(1000)\ntime.sleep(600)", ended).failure.reason == "agent_deadline"
+LEFT = "{'left': context.remaining_s, 'by_the_clock': context.deadline - time.time()}"
+
+
+@pytest.mark.parametrize("off_s", [-6000, 6000])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_container_whose_clock_is_off_has_the_time_it_was_given(start_container, kind, off_s):
+    container = start_container(kind)
+    before = container.request(deadline=time.time() - off_s, remaining_s=1000)
+    rollout = container.play(f"set_clock({off_s})\nreturn {{'reward': 1, **{LEFT}}}", before)
+    assert all(700 < left <= 1000 for left in rollout.extras.values()), "the clock was set after the invoke"
+    after = container.request(remaining_s=1000)
+    assert all(
+        700 < left <= 1000 for left in container.play(f"return {{'reward': 1, **{LEFT}}}", after).extras.values()
+    )
+    ended = container.request(remaining_s=1000)
+    wait = "time.sleep(600)" if kind == "sync" else "await asyncio.sleep(600)"
+    assert container.play(f"pass_time(1000)\n{wait}", ended).failure.reason == "agent_deadline"
 
 
 def test_past_its_deadline_an_agent_is_not_started(container, tmp_path):
     mark = tmp_path / "ran"
-    rollout = container.play(f"open({str(mark)!r}, 'w')", container.request(deadline=time.time() - 1))
+    rollout = container.play(f"open({str(mark)!r}, 'w')", container.request(remaining_s=0))
     assert rollout.failure.reason == "agent_deadline"
     assert not mark.exists()
 
@@ -571,7 +580,7 @@ def test_the_wrappers_waits_after_the_deadline_fit_the_backends(sync_container, 
     assert sum(limits) < grace_s
     assert grace_s < 120 or limits == [2.0, 20.0, 15.0, 60.0]
     left_s = job.publish_by - time.monotonic()
-    assert left_s == pytest.approx(request.deadline - time.time() + grace_s, abs=300), "a result has the rest"
+    assert left_s == pytest.approx(request.remaining_s + grace_s, abs=300), "a result has the rest"
 
 
 def test_sigterm_publishes_every_rollout_even_without_a_gateway(start_container, gateway, dead_url, make_signal):

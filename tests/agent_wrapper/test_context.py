@@ -1,6 +1,4 @@
-import dataclasses
 import math
-import time
 
 import pytest
 
@@ -35,11 +33,9 @@ def test_in_training_the_context_names_the_rollouts_trace():
 
 
 def test_a_call_may_last_until_the_deadline():
-    context = dataclasses.replace(
-        RolloutContext.from_environment({}, {"OPENAI_API_KEY": "k"}), deadline=time.time() + 1000, rollout_id="r"
-    )
+    context = RolloutContext.from_request(make_request(remaining_s=1000), {})
     assert 700 < context.openai_kwargs()["timeout"] <= 1000
-    late = dataclasses.replace(context, deadline=time.time() - 5)
+    late = RolloutContext.from_request(make_request(remaining_s=0), {})
     assert late.remaining_s == 0
     assert late.openai_kwargs()["timeout"] == 1
 

@@ -23,6 +23,7 @@ def make_request(**more: Any) -> RolloutRequest:
         ),
         "sampling": Sampling(temperature=0.5, max_tokens=99),
         "deadline": 0.0,
+        "remaining_s": 600.0,
         "result": ResultTarget(bucket="bucket", prefix="some/", queue_url="https://sqs/q"),
     }
     return RolloutRequest.model_validate({**fields, **more})

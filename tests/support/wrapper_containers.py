@@ -124,6 +124,7 @@ class Container:
             },
             "sampling": {"temperature": 0.7},
             "deadline": time.time() + 600,
+            "remaining_s": 600,
             "result": {"bucket": self.cloud.bucket, "prefix": "p/", "queue_url": self.cloud.make_queue()},
         }
         for path, value in overrides.items():

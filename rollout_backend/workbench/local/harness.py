@@ -183,6 +183,7 @@ class AgentHarness:
                 endpoint=endpoint,
                 sampling=claims.sampling,
                 deadline=time.time() + timeout_s,
+                remaining_s=timeout_s,
                 result=ResultTarget(bucket=self._storage.bucket, region=self._storage.region),
             )
             payload = {**task, REQUEST_FIELD: request.model_dump(mode="json")}

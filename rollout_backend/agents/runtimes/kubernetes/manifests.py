@@ -74,7 +74,7 @@ def job_manifest(
 ) -> dict[str, Any]:
     """Return the Job of an attempt. `container` is the task's; None if the attempt runs in the agent's image."""
     metadata = _metadata("agent", request.run_id, request.step, request.rollout_id, session_id)
-    alive_s = config.start_timeout_s + (request.remaining_s or 0) + (request.publish_grace_s or 0) + _SPARE_S
+    alive_s = config.start_timeout_s + request.remaining_s + (request.publish_grace_s or 0) + _SPARE_S
     environment = {PAYLOAD_VARIABLE: f"{_FOLDER}/{PAYLOAD_FILE}"}
     return _job(config, job_name(session_id), metadata, alive_s, config.command, environment, container)
 
