@@ -69,6 +69,18 @@ def write(file: Path | None, found: Any) -> None:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def append(file: Path, line: Any) -> None:
+    """Append a line of JSON. It is on the disk when this returns, unless the process is killed before."""
+    with file.open("ab", buffering=0) as lines:  # one write, so that no kill comes between two
+        lines.write(json.dumps(line).encode() + b"\n")
+        os.fsync(lines.fileno())
+
+
+def lines_of(file: Path) -> list[Any]:
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+
+
 def write_section(file: Path | None, section: str, command: str, seconds: float, results: dict[str, Any]) -> None:
     """Write what an experiment has found, for docs/make_results.py."""
     about = {"section": section, "date": today(), "machine": machine(), "command": command}

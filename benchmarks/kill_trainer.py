@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from common import append, lines_of
 
 from agent_wrapper.contract import parse_result_key, step_prefix
 from rollout_backend.config import load_config
@@ -71,22 +72,6 @@ def rows_of(rollouts: Any) -> list[str]:
     )
 
 
-def lines_of(file: Path) -> list[Any]:
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
-
-
-def steps_of(checkpoint: Path) -> list[Any]:
-    """Return the lines of a checkpoint that are of a step."""
-    return [line for line in lines_of(checkpoint) if "step" in line]
-
-
-def append(file: Path, line: Any) -> None:
-    with file.open("ab", buffering=0) as lines:  # one write, so that no kill comes between two
-        lines.write(json.dumps(line).encode() + b"\n")
-        os.fsync(lines.fileno())
-
-
 def write_settings(work: Path, serving: dict[str, Any], cloud: LocalCloud, **more: Any) -> Path:
     """Write the trainer's settings to a file in this folder, and return its path."""
     base: dict[str, Any] = {
@@ -128,24 +113,19 @@ def answers(version: Path, engine: ScriptedEngine) -> Callable[[str], str]:
     return reply
 
 
-async def train(settings: Path, checkpoint: Path, tasks: int, goes_on: Callable[[int], bool]) -> None:
-    """Run the trainer: a step, then a checkpoint, while `goes_on` of the next step. It may be killed at any time."""
+async def train(settings: Path, checkpoint: Path, steps: int, tasks: int) -> None:
+    """Run the trainer until all steps are done: a step, then a checkpoint. It may be killed at any time."""
     async with RolloutManager(load_config(settings)) as manager:
-        append(checkpoint, {"ready": time.time()})
         print(READY, flush=True)
-        while goes_on(step := len(steps_of(checkpoint))):
+        for step in range(len(lines_of(checkpoint)), steps):
             result = await manager.collect(tasks_of(step, tasks), step=step)
             report = result.report
             line = {
                 "step": step,
-                "at": time.time(),
                 "planned": report.planned,
                 "outcomes": {outcome.value: n for outcome, n in report.outcomes.items() if n},
-                "ids": [record.rollout_id for record in result.records],
-                "trained": sum(len(group.rollouts) for group in result.groups if group.usable),
                 "resumed": report.resumed,
                 "reattached": report.reattached,
-                "latency": report.latency and [report.latency.p50, report.latency.max],
                 "rows": rows_of(result.rollouts),
             }
             append(checkpoint, line)
@@ -173,9 +153,9 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
                 trainer = ServerProcess("the trainer", command, log, {**os.environ, **cloud.environ})
                 await trainer.start()
                 ended = asyncio.create_task(trainer.wait())
-                while not ended.done() and (killed == kills or len(steps_of(checkpoint)) < due[killed]):
+                while not ended.done() and (killed == kills or len(lines_of(checkpoint)) < due[killed]):
                     await asyncio.wait({ended}, timeout=0.02)
-                at = len(steps_of(checkpoint))
+                at = len(lines_of(checkpoint))
                 if draw.random() < 0.9:  # kill the others during their start
                     while READY not in log.read_text() and not ended.done():
                         await asyncio.wait({ended}, timeout=0.02)
@@ -188,11 +168,11 @@ async def supervise(work: Path, options: argparse.Namespace, kills: int) -> dict
                 os.kill(trainer.pid, signal.SIGKILL)
                 await ended
                 killed += 1
-                done = len(steps_of(checkpoint))
+                done = len(lines_of(checkpoint))
                 print(f"  kill {killed}: {after:.1f} s into step {at}; {done} are done", flush=True)
             open_sessions = (await cloud.sessions())["sessions"]
             _, twice = await stored_and_run_again(cloud)
-    lines = steps_of(checkpoint)
+    lines = lines_of(checkpoint)
     outcomes = sum((Counter(line["outcomes"]) for line in lines), Counter())
     return {
         "steps": len(lines),
@@ -244,7 +224,7 @@ def main() -> None:
         if options.asynchronous:
             work = train_asynchronously(*options.trainer, options.steps, options.tasks, options.save_every)
         else:
-            work = train(*options.trainer, options.tasks, lambda step: step < options.steps)
+            work = train(*options.trainer, options.steps, options.tasks)
         asyncio.run(work)
         return
     for name in ("calm", "killed"):

@@ -1,15 +1,25 @@
-"""Collect for hours while trainer, gateway, engine and janitor are killed at random, and see what grows.
+"""Train for hours while trainer, gateway, engine and janitor are killed at random, and see what grows.
 
     python benchmarks/long_run.py --hours 8 --json runs/results/long_run.json
+    python benchmarks/long_run.py --hours 8 --pieces 4   # run this four times
+    python benchmarks/long_run.py --steps 100 --save-every 7 --changes
 
-Everything except the model is real, as in `kill_trainer.py`. The engine is a process that the backend starts and
-supervises; it answers in 2 to 20 s.
+Everything except the model is real, as in `kill_trainer.py`. The model is `small_policy.py`; its engine is a process
+that the backend starts and supervises. At the end `row_origins.py` checks each trained row.
 
-- First half: every 20 to 90 s, one of the four gets SIGKILL. The trainer is restarted here, the rest by the backend.
+- First half: every 20 to 90 s (`--pause`), one of the four gets SIGKILL. The trainer is restarted here, the rest by
+  the backend.
 - Third quarter: the trainer is spared. Last quarter: the gateway, too. So both live long enough to see them grow.
 
 At the end each planned rollout must have completed, been trained and be in S3 exactly once, and no session, queue or
 process may be left.
+
+With `--pieces` each call runs one piece. At its end all processes get SIGKILL, like those of a machine without power,
+and the bucket is copied to the disk, from which the next call continues.
+
+With `--steps` one of the four gets SIGKILL until the steps are done, or the hours are over. A trainer resumes from a
+checkpoint of every `--save-every` steps. With `--changes` it may find its newest checkpoint lost, other tasks and
+rewards, and a clock that is four minutes off.
 """
 
 import argparse
@@ -24,18 +34,20 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from common import Table, drawing, resident_bytes, stat_of, write_section
-from kill_trainer import AGENT, lines_of, steps_of, stored_and_run_again, train, write_settings
+from common import Table, drawing, lines_of, resident_bytes, shown, stat_of, write_section
+from kill_trainer import stored_and_run_again, write_settings
+from policy_trainer import Life, Naming, engine_environment, prepare, train
+from row_origins import check_folder
 
-from rollout_backend.model.serving.local_engine import LocalEngine, LocalEngineFactory
 from rollout_backend.model.serving.server_process import ServerProcess
-from rollout_backend.workbench.local.cloud import LocalCloud
-from rollout_backend.workbench.local.scripted import ScriptedEngine
+from rollout_backend.workbench.local.cloud import LocalCloud, LocalStorage
 from rollout_backend.workbench.local.session_pool import EmulatorLimits
 
+AGENT = Path(__file__).parent / "two_turns_agent.py"
 KILLED = {  # processes, by a part of their command
     "trainer": b"--trainer",
     "gateway": b"rollout_backend.model.gateway",
@@ -43,9 +55,15 @@ KILLED = {  # processes, by a part of their command
     "janitor": b"rollout_backend.run.janitor",
 }
 POINTS = 120  # of a line in the picture
-TASKS = 4  # in a step, with two rollouts each
 SAMPLE_S, WARM_UP_S = 10.0, 600.0
 LEFT_S = 600  # for the janitors of killed trainers to end
+CLOCKS_S = (0, 0, 240, -240)  # AWS refuses calls by a clock that is 300 s off
+ANSWER_S = ((1.0, 10.0), (0.05, 0.5))  # of the engine: for hours, and with --steps
+CLOCK = """
+import os, time
+right, ahead_s = time.time, float(os.environ["CLOCK_AHEAD_S"])
+time.time = lambda: right() + ahead_s
+"""
 
 
 class Sample(NamedTuple):
@@ -57,28 +75,6 @@ class Sample(NamedTuple):
     began: int  # in clock ticks, so that a pid that is used again is another process
     mib: float
     descriptors: int
-
-
-class EngineFactory(LocalEngineFactory):
-    """Makes this script's engine, which the backend starts and supervises like SGLang."""
-
-    def make(self, number: int) -> LocalEngine:
-        def command(_: object, __: object, node: Any) -> tuple[list[str], dict[str, str]]:
-            return [sys.executable, __file__, "--engine", str(node.port)], {**os.environ}
-
-        config, name = self._config, f"engine-{number}"
-        return LocalEngine(name, config.model, config.serving, self._log_dir / f"{name}.log", command=command)
-
-
-def serve_engine(port: int) -> None:
-    def reply(prompt: str) -> str:
-        engine.requests.clear()  # kept for tests, and would grow
-        draw = random.Random(prompt)
-        time.sleep(draw.uniform(2, 20))
-        return f"The answer is {draw.randrange(20)}."
-
-    with ScriptedEngine(reply, port=port) as engine:
-        signal.sigwait({signal.SIGINT})  # SIGTERM ends it as it ends any process
 
 
 def processes(mark: str, at: float = 0.0) -> list[Sample]:
@@ -97,68 +93,163 @@ def processes(mark: str, at: float = 0.0) -> list[Sample]:
     return sorted(found, key=lambda sample: sample.began)
 
 
-class LongRun:
-    def __init__(self, work: Path, hours: float, seed: int) -> None:
-        self._work, self._seed, self._seconds = work, seed, 3600 * hours
-        self._checkpoint, self._samples = work / "checkpoint.jsonl", list[Sample]()
-        self._began = time.time()
-        self._mark = f"LONG_RUN={self._began}"
-        self._starts: list[float] = []  # of trainers
-        self._trainer: ServerProcess | None = None
-        self._kills: list[tuple[float, str]] = []
-        self._failures: list[str] = []
+@dataclass
+class State:
+    """What was read in all pieces of a run. Times are seconds of the run: those between pieces do not count."""
 
-    async def run(self) -> dict[str, Any]:
-        self._checkpoint.touch()
+    pieces: list[tuple[float, float]] = field(default_factory=list)
+    """When each piece began, in unix seconds and in seconds of the run."""
+    starts: list[float] = field(default_factory=list)
+    """When each trainer began."""
+    kills: list[tuple[float, str]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    files: list[tuple[float, int]] = field(default_factory=list)
+    """Number of files of the run."""
+    failures: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    """What the trainers found changed."""
+    run_again: int = 0
+
+    @classmethod
+    def read(cls, file: Path) -> "State":
+        state = cls(**json.loads(file.read_text()))
+        state.samples = [Sample(*each) for each in state.samples]
+        return state
+
+    def at(self, wall: float) -> float:
+        """Return the seconds of the run at this unix time."""
+        return next(before + wall - began for began, before in reversed(self.pieces) if began <= wall)
+
+
+class LongRun:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._work = options, options.work.absolute()
+        self._seconds = 3600 * options.hours
+        self._trained, self._file = self._work / "trained.jsonl", self._work / "state.json"
+        self._state = state = State.read(self._file) if self._file.exists() else State()
+        # Until the piece ends, a state on disk would be older than the trainer's.
+        self._file.unlink(missing_ok=True)
+        self._nth = len(state.pieces)
+        before = self._nth * self._seconds / options.pieces
+        state.pieces.append((time.time(), before))
+        self._ends = before + self._seconds / options.pieces
+        self._is_last = self._nth + 1 >= options.pieces
+        self._draw = random.Random(f"{options.seed} {self._nth}")
+        began_at = time.time() - before
+        until = began_at + self._seconds
+        self._life = Life(
+            -1, str(self._work), options.steps, until, options.weights, options.save_every, options.tasks
+        )
+        self._mark = f"LONG_RUN={time.time()}"
+        self._trainer: ServerProcess | None = None
+
+    async def run(self) -> dict[str, Any] | None:
+        """Run one piece. Return the results of the run; None if pieces are left."""
+        bucket, state, left = self._work / "bucket", self._state, list[Sample]()
+        if not self._nth:
+            prepare(self._work)
         async with LocalCloud(AGENT, run_dir=self._work / "cloud", limits=EmulatorLimits(grace_s=2.0)) as cloud:
-            serving = {"kind": "long_run.EngineFactory", "max_restarts": 10_000}
-            settings = write_settings(self._work, serving, cloud, janitor={"grace_s": 60})
+            await load_bucket(cloud.storage, bucket)
+            model = {"path": str(self._work / "model"), "name": "small", "renderer": "chatml", "context_length": 4096}
+            serving = {"kind": "policy_trainer.EngineFactory", "max_restarts": 10_000}
+            write_settings(self._work, serving, cloud, janitor={"grace_s": 60}, model=model)
             beside = [asyncio.create_task(work) for work in (self._kill(), self._sample())]
-            await self._train(settings, cloud.environ)
+            await self._train(cloud.environ)
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            for _ in range(LEFT_S):
+            for _ in range(LEFT_S if self._is_last else 0):
                 if not (left := processes(self._mark)):
                     break
                 await asyncio.sleep(1)
             stored, again = await stored_and_run_again(cloud)
+            state.run_again += again
+            if not self._is_last:
+                await save_bucket(cloud.storage, bucket)
+                self._file.write_text(json.dumps(asdict(state)))
+                return None
             async with cloud.storage.client("sqs") as sqs:
                 queues = len((await sqs.list_queues()).get("QueueUrls", []))
             sessions = len((await cloud.sessions())["sessions"])
-        account = self._account() | {"results in S3": stored, "finished and run again": again}
+        account = self._account() | {"results in S3": stored, "finished and run again": state.run_again}
         return {
+            "settings": self._options.given,
+            "answer_s": ANSWER_S[self._options.steps is not None],
             "account": account | {"left": {"sessions": sessions, "queues": queues, "processes": len(left)}},
+            "origins": check_folder(self._work),
+            "changes": Counter(state.changes),
+            "pieces": len(state.pieces),
             "growth": [line for kind in KILLED for line in self._growth(kind)],
             "series": self._series(),
-            "kills": [[round(at / 3600, 4), kind] for at, kind in self._kills],
+            "kills": [[round(at / 3600, 4), kind] for at, kind in state.kills],
         }
 
-    async def _train(self, settings: Path, environ: Mapping[str, str]) -> None:
-        """Run the trainer, and restart it until it has ended by itself."""
+    def _now(self) -> float:
+        return self._state.at(time.time())
+
+    async def _train(self, environ: Mapping[str, str]) -> None:
+        """Run the trainer, and restart it until it has ended by itself or the piece ends."""
         name, _, value = self._mark.partition("=")
-        until = str(self._began + self._seconds)
-        command = [sys.executable, __file__, "--trainer", str(settings), str(self._checkpoint), until]
-        code = None
+        hook = self._work / "clock"
+        hook.mkdir(exist_ok=True)
+        (hook / "sitecustomize.py").write_text(CLOCK)
+        code, state = None, self._state
         while code != 0:
-            log = self._work / f"trainer-{len(self._starts)}.log"
-            trainer = ServerProcess("the trainer", command, log, {**os.environ, **environ, name: value})
-            self._starts.append(time.time())
+            life, clock_s = self._next_life()
+            log = self._work / f"trainer-{life.number}.log"
+            path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+            env = {**os.environ, **environ, name: value, "PYTHONPATH": path, "CLOCK_AHEAD_S": str(clock_s)}
+            env |= engine_environment(self._work / "sampled.jsonl", ANSWER_S[self._options.steps is not None])
+            command = [sys.executable, __file__, "--trainer", json.dumps(asdict(life))]
+            trainer = ServerProcess("the trainer", command, log, env)
+            state.starts.append(self._now())
             await trainer.start()
             self._trainer = trainer
-            code = await trainer.wait()
+            ended = asyncio.create_task(trainer.wait())
+            await asyncio.wait({ended}, timeout=None if self._is_last else self._ends - self._now())
+            if not ended.done():
+                while left := processes(self._mark):
+                    for each in left:
+                        os.kill(each.pid, signal.SIGKILL)
+                    await asyncio.sleep(0.1)
+                await ended
+                return
+            code = ended.result()
             if code not in (0, -signal.SIGKILL):
-                self._failures.append(f"exit code {code}")
+                state.failures.append(f"exit code {code}")
                 print(f"the trainer ended with {code}. {trainer.log_tail()}", flush=True)
 
+    def _next_life(self) -> tuple[Life, int]:
+        """Return how the next trainer starts, and by how many seconds its clock is ahead."""
+        number, clock_s = len(self._state.starts), 0
+        life = replace(self._life, number=number)
+        if self._options.changes and number:
+            draw, noted = self._draw, self._state.changes
+            checkpoints = sorted((self._work / "checkpoints").glob("*.safetensors"), key=lambda each: int(each.stem))
+            if draw.random() < 0.2 and len(checkpoints) > 1:
+                checkpoints[-1].unlink()
+                noted.append("the newest checkpoint was lost")
+            if draw.random() < 0.2:
+                life = replace(life, data=number)
+                noted.append("other tasks")
+            if draw.random() < 0.2:
+                life = replace(life, offset=1 - life.offset)
+                noted.append("other rewards")
+            if clock_s := draw.choice(CLOCKS_S):
+                noted.append("a clock that is 4 minutes off")
+        self._life = life
+        return life, clock_s
+
     async def _kill(self) -> None:
-        draw = random.Random(self._seed)
+        draw = self._draw
         while True:
-            await asyncio.sleep(draw.uniform(20, 90))
-            part = (time.time() - self._began) / self._seconds
+            await asyncio.sleep(draw.uniform(*self._options.pause))
+            part = 0.0 if self._options.steps is not None else self._now() / self._seconds
             spared = 0 if part < 0.5 else 1 if part < 0.75 else 2 if part < 1 else len(KILLED)
             kinds = [*KILLED][spared:]
-            if max((line.get("ready", 0) for line in lines_of(self._checkpoint)), default=0) < self._starts[-1]:
+            if all(line["life"] != self._life.number for line in lines_of(self._trained)):
+                if self._options.steps is not None and draw.random() < 0.9:
+                    continue  # on a busy machine, a start takes longer than the pauses
                 kinds = [kind for kind in kinds if kind in ("trainer", "janitor")]  # a start needs the others
             living = {each.kind: each.pid for each in processes(self._mark) if each.kind in kinds}
             if "trainer" in living and self._trainer is not None and self._trainer.pid is not None:
@@ -166,30 +257,32 @@ class LongRun:
             if living:
                 kind = draw.choice(sorted(living))
                 os.kill(living[kind], signal.SIGKILL)
-                self._kills.append((time.time() - self._began, kind))
-                print(f"{self._kills[-1][0]:.0f} s: killed {kind}", flush=True)
+                self._state.kills.append((self._now(), kind))
+                print(f"{self._now():.0f} s: killed {kind}", flush=True)
 
     async def _sample(self) -> None:
         while True:
-            self._samples += processes(self._mark, time.time() - self._began)
+            self._state.samples += processes(self._mark, self._now())
+            self._state.files.append((self._now(), sum(len(files) for _, _, files in os.walk(self._work / "runs"))))
             await asyncio.sleep(SAMPLE_S)
 
     def _account(self) -> dict[str, Any]:
-        steps = steps_of(self._checkpoint)
+        # A later trainer may have repeated a step.
+        steps = {line["step"]: line for line in lines_of(self._trained) if "step" in line}.values()
         ids = Counter(rollout_id for line in steps for rollout_id in line["ids"])
         return {
-            "hours": round((time.time() - self._began) / 3600, 2),
+            "hours": round(self._now() / 3600, 2),
             "steps": len(steps),
             "outcomes": sum((Counter(line["outcomes"]) for line in steps), Counter()),
             "planned once": sum(count == 1 for count in ids.values()),
             **{name: sum(line[name] for line in steps) for name in ("planned", "trained", "resumed", "reattached")},
-            "failures": self._failures,
+            "failures": self._state.failures,
         }
 
     def _growth(self, kind: str) -> list[dict[str, Any]]:
         """Return the growth of the process that ran longest, after its warm-up, and from each to the next."""
         lives: dict[tuple[int, int], list[Sample]] = defaultdict(list)
-        for sample in self._samples:
+        for sample in self._state.samples:
             if sample.kind == kind:
                 lives[sample.pid, sample.began].append(sample)
         longest = max(lives.values(), key=len, default=[])
@@ -211,27 +304,50 @@ class LongRun:
     def _series(self) -> dict[str, list[float | None]]:
         """Return the lines of the picture. A point is the largest value of an interval, or what `how` says."""
         read: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        seconds = self._seconds if self._options.steps is None else self._now()
 
         def note(name: str, at: float, value: float) -> None:
-            read[name][int(at / self._seconds * POINTS)].append(value)
+            read[name][int(at / seconds * POINTS)].append(value)
 
-        for sample in self._samples:
+        for sample in self._state.samples:
             note(f"{sample.kind}, MiB", sample.at, sample.mib)
             note(f"{sample.kind}, descriptors", sample.at, sample.descriptors)
-        for line in lines_of(self._checkpoint):
+        for at, count in self._state.files:
+            note("files", at, count)
+        for line in lines_of(self._trained):
+            at = self._state.at(line.get("ready") or line["at"])
             if "ready" in line:
-                began = max(each for each in self._starts if each < line["ready"])
-                note("restart, s", began - self._began, line["ready"] - began)
+                began = self._state.starts[line["life"]]
+                note("restart, s", began, at - began)
                 continue
-            note("completed", line["at"] - self._began, line["outcomes"].get("completed", 0))
+            note("completed", at, line["outcomes"].get("completed", 0))
             if line["latency"] is not None:
                 for name, value in zip(("lag, median", "lag, largest"), line["latency"], strict=True):
-                    note(name, line["at"] - self._began, value)
+                    note(name, at, value)
         how = {"completed": sum, "lag, median": statistics.median}
         return {
             name: [round(how.get(name, max)(values[at]), 3) if at in values else None for at in range(POINTS)]
             for name, values in read.items()
         }
+
+
+async def save_bucket(storage: LocalStorage, folder: Path) -> None:
+    """Copy the bucket, which ends with this process, to an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    async with storage.s3() as s3:
+        async for page in s3.get_paginator("list_objects_v2").paginate(Bucket=storage.bucket):
+            for item in page.get("Contents", ()):
+                (folder / item["Key"]).parent.mkdir(parents=True, exist_ok=True)
+                stored = await s3.get_object(Bucket=storage.bucket, Key=item["Key"])
+                (folder / item["Key"]).write_bytes(await stored["Body"].read())
+
+
+async def load_bucket(storage: LocalStorage, folder: Path) -> None:
+    async with storage.s3() as s3:
+        for inside, _, files in os.walk(folder):
+            for file in (Path(inside, name) for name in files):
+                key = str(file.relative_to(folder))
+                await s3.put_object(Bucket=storage.bucket, Key=key, Body=file.read_bytes())
 
 
 # --- the page ----------------------------------------------------------------------------------------------
@@ -244,6 +360,7 @@ def accounts(results: Mapping[str, Any]) -> Table:
     lost = found["planned"] - found["outcomes"].get("completed", 0)
     lines = {
         "killed": ", ".join(f"{killed[kind]} x {kind}" for kind in KILLED),
+        **_origins(results),
         "steps": f"{found['steps']:,}",
         "rollouts planned, each once": f"{found['planned once']:,} of {found['planned']:,}",
         "lost": str(lost),
@@ -256,6 +373,32 @@ def accounts(results: Mapping[str, Any]) -> Table:
         "left at the end": ", ".join(f"{count} {what}" for what, count in found["left"].items()),
     }
     return Table(("", "count"), [[*line] for line in lines.items()])
+
+
+def _origins(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return what was found of the rows' origins, if these were checked."""
+    if (origins := results.get("origins")) is None:
+        return {}
+    changes = (f"{count} x {what}" for what, count in results["changes"].items())
+    return {
+        "trainers": f"{origins['lives']}",
+        "changes between two trainers": ", ".join(changes) or "none",
+        "steps trained, with those that a later trainer repeated": f"{origins['steps trained']:,}",
+        "rows, and model calls in them": f"{origins['rows']:,}, {origins['turns']:,}",
+        "rows with tokens from before the trainer's start": f"{origins['sampled before a kill']:,}",
+        "rows with tokens from before and after it": f"{origins['sampled in two lives']:,}",
+        "different weights that were trained": f"{origins['weights trained']:,}",
+        "rows that are not from the weights of their step, or wrong in another way": f"{origins['wrong rows']:,}",
+    }
+
+
+def over_time(results: Mapping[str, Any]) -> Table:
+    """Return the medians of what was read, in each quarter of the run."""
+    size, lines = POINTS // 4, []
+    for name, values in results["series"].items():
+        quarters = ([value for value in values[at : at + size] if value is not None] for at in range(0, POINTS, size))
+        lines.append([name, *(shown(statistics.median(known)) if known else "" for known in quarters)])
+    return Table(("median", "first quarter", "second", "third", "last"), lines)
 
 
 def growth(results: Mapping[str, Any]) -> Table:
@@ -302,29 +445,41 @@ def picture(results: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=8.0)
+    parser.add_argument("--pieces", type=int, default=1, help="parts of the hours, each of which needs a call")
+    parser.add_argument("--steps", type=int, help="end after this many steps")
+    parser.add_argument("--pause", type=float, nargs=2, default=(20.0, 90.0), help="between kills, in seconds")
+    parser.add_argument("--tasks", type=int, default=4, help="tasks per step; two rollouts each")
+    parser.add_argument("--save-every", type=int, default=1, help="steps")
+    parser.add_argument("--changes", action="store_true", help="between the lives of the trainer")
+    parser.add_argument("--weights", choices=get_args(Naming), default="trainer", help="how weights are named")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/results/long_run"))
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--trainer", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        serve_engine(options.engine)
-        return
+    options.given = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name not in ("work", "json") and value != parser.get_default(name)
+    }
     if options.trainer:
-        settings, checkpoint, until = options.trainer
-        asyncio.run(
-            train(Path(settings), Path(checkpoint), TASKS, lambda step: not step or time.time() < float(until))
-        )
+        asyncio.run(train(Life(**json.loads(options.trainer))))
         return
-    shutil.rmtree(options.work, ignore_errors=True)
-    options.work.mkdir(parents=True)
-    began = time.monotonic()
-    found = asyncio.run(LongRun(options.work.absolute(), options.hours, options.seed).run())
-    print(json.dumps({"account": found["account"], "growth": found["growth"]}, indent=1))
+    if not (options.work / "state.json").exists():
+        if options.pieces > 1 and options.work.exists():
+            sys.exit(f"{options.work} is of a run that has ended, or of a piece that was killed: delete it to begin")
+        shutil.rmtree(options.work, ignore_errors=True)
+        options.work.mkdir(parents=True)
+    found = asyncio.run(LongRun(options).run())
+    if found is None:
+        print("the piece has ended: run the next one with the same options")
+        return
+    print(json.dumps({name: found[name] for name in ("account", "origins", "changes", "growth")}, indent=1))
     if options.json is not None:
-        command = f"python benchmarks/long_run.py --hours {options.hours:g} --seed {options.seed}"
-        write_section(options.json, "long_run", command, time.monotonic() - began, found)
+        given = [f"--{name.replace('_', '-')} {value}" for name, value in found["settings"].items()]
+        command = " ".join(["python benchmarks/long_run.py", *given]).replace(" True", "")
+        name = "long_run" if options.steps is None else "lives"
+        write_section(options.json, name, command, 3600 * found["account"]["hours"], found)
 
 
 if __name__ == "__main__":

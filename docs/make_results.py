@@ -141,7 +141,22 @@ For {hours:g} hours a trainer collects one step of {rollouts} rollouts after the
 processes get SIGKILL at random: every 20 to 90 s the trainer, the gateway, the engine or the janitor in the first
 half; not the trainer in the third quarter, nor the gateway in the last. The experiment starts the trainer again, the
 backend its gateway and engine, and the next trainer has a new janitor. Agents are processes; S3, SQS and AgentCore
-are emulated, and the engine answers by rule, in 2 to 20 s.
+are emulated, and the engine answers by rule, in {answer_s[0]:g} to {answer_s[1]:g} s.
+"""
+_OVER_TIME = """\
+All that was read over the whole time, as medians of each quarter. A lag is from a result's PUT to the trainer, a
+restart from a trainer's start to its first step, and *files* are those in the run's folder.
+"""
+_LIVES = """\
+A trainer of a policy of 400 weights saves a checkpoint every {save_every} steps, and one of trainer, gateway, engine
+and janitor gets SIGKILL every {pause} s. So steps are repeated, and no two updates are equal bit by bit: the weights
+of a repeated step have the same name as before, and other values. Agents make two model calls each. All of them are
+processes; S3, SQS and AgentCore are emulated. The trainer is a loop of `RolloutManager` that names weights as verl's
+trainer does; verl itself takes 30 s to start.
+
+The checker reads two logs: the engine's, with a digest of the weights that it had loaded and the tokens of each
+answer, and the trainer's, with a digest of the weights of each step and its rows. It reads nothing that the backend
+writes.
 """
 _GROWTH = """\
 Memory and descriptors are those of each process, emulators and agents left out. *One process* is the one of its kind
@@ -347,12 +362,21 @@ def _identity(results: dict[str, Any]) -> Iterator[str]:
 
 def _long_run(results: dict[str, Any]) -> Iterator[str]:
     account = results["account"]
-    yield _LONG_RUN.format(hours=account["hours"], rollouts=account["planned"] // max(1, account["steps"]))
+    rollouts = account["planned"] // max(1, account["steps"])
+    yield _LONG_RUN.format(hours=account["hours"], rollouts=rollouts, answer_s=results["answer_s"])
     yield from results.get("notes", ())
     yield long_run.accounts(results).markdown() + "\n"
     yield "![Memory, descriptors, lag, starts and rollouts over the run](results-long-run.svg)\n"
     yield _GROWTH
     yield long_run.growth(results).markdown() + "\n"
+    yield _OVER_TIME
+    yield long_run.over_time(results).markdown() + "\n"
+
+
+def _lives(results: dict[str, Any]) -> Iterator[str]:
+    yield _LIVES.format(**results["settings"] | {"pause": results["settings"]["pause"].replace(" ", " to ")})
+    yield from results.get("notes", ())
+    yield long_run.accounts(results).markdown() + "\n"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
@@ -364,6 +388,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "parts": ("Where a step's time goes", _parts),
     "losses": ("What lost rollouts cost", _losses),
     "long_run": ("A long run with kills", _long_run),
+    "lives": ("A training of many lives", _lives),
 }
 
 
