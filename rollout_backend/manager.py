@@ -316,8 +316,9 @@ class RolloutManager:
         rollouts are reused, running agents are awaited if the gateway has what they sampled, other sessions are
         closed, and only the remaining rollouts run. Pass `same_weights=False` if other weights are served now; then
         all rollouts run again. `weights` names the version of the weights, by default `weight_version`: results of
-        another version or another model are not reused. With `allow_subset`, the tasks may be some of those that the
-        step had before.
+        another version or another model are not reused. Two sets of weights need two names: a trainer that names them
+        by its step passes `same_weights=False` for each step after its first one, because it trains their weights
+        again. With `allow_subset`, the tasks may be some of those that the step had before.
 
         `adapter` names the LoRA adapter with which all model calls of the step sample: one that `load_adapter` has
         loaded, or for `serving.kind=external` one that you have loaded there. By default they sample from the model
