@@ -2,45 +2,42 @@
 
     python benchmarks/faults.py
 
-Each system runs one step of 8 groups of 4 rollouts, against S3, SQS and AgentCore by their wire protocols; a proxy
-in front of them injects the faults of `fault_cases.py`, and the agents fail as `rivals/harness.py` says. The rivals
-are used as in `rivals/`, with their retries on. docs/make_results.py says what the counts mean.
+Each system runs one step of 8 groups of 4 rollouts. This project and its rivals on AWS use S3, SQS and AgentCore by
+their wire protocols; a proxy in front of them, or of a system's own server, injects the faults of `fault_cases.py`.
+The agents fail as `rivals/harness.py` says. docs/fault-bench.md says what the counts mean, and how to add a system.
 """
 
 import asyncio
 import contextlib
-import copy
 import json
+import re
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from common import Table, Unmeasured, arguments, drawing, write_section
+from common import Table, Unmeasured, arguments, today, write_section
 from emulated_aws import ARN
-from fault_cases import BY_HTTP, BY_NAME, BY_S3, CASES, LIGHTNING, OURS, OUTAGE_S, SYSTEMS, Case
+from fault_cases import BY_NAME, CASES, OURS, OUTAGE_S, SYSTEMS, Case, System
 from faulty_agents import FaultyAgents
-from rivals.environments import PACKAGES, command, environment, version_of
+from rivals.environments import command, environment, version_of
 from rivals.harness import TOKENS, Truth
 
 from rollout_backend.model.serving.server_process import free_port
-from rollout_backend.testing.fault_proxy import FaultProxy
+from rollout_backend.testing.fault_proxy import FaultProxy, Rule
+from rollout_backend.workbench.local.scripted import BYTE_MODEL
 
 GROUPS, GROUP = 8, 4
 LIMIT_S = 30.0  # of one agent
 LIMIT_IN_OUTAGES_S = 150.0
-HUNG_S = 300.0  # a step that takes longer hangs
+HUNG_S = 600.0  # a step that takes longer hangs
+STOP_S = 30.0  # for a system's own servers
 SECRET = "the secret of a fault test, 32 characters"
-PROGRAMS = {  # and the way in which each is used
-    OURS: ("ours", "step_with_faults"),
-    BY_S3: ("toolkit", "step_by_s3"),
-    BY_HTTP: ("toolkit", "step_by_http"),
-    LIGHTNING: ("lightning", "step_with_faults"),
-}
 
 
 def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[str, int]:
@@ -80,9 +77,13 @@ def count(truths: Iterable[Truth], rollouts: Iterable[dict[str, Any]]) -> dict[s
 class World:
     """What is true of the agents of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "truths.jsonl"
+        self.file.touch()
+        self._read = 0
         self.truths: dict[int, Truth] = {}
-        self.begun, self.half = asyncio.Event(), asyncio.Event()  # the first agent began, half of them have finished
+        # The first agent began, and half of them have finished.
+        self.begun, self.half = asyncio.Event(), asyncio.Event()
 
     def note(self, truth: Truth) -> None:
         self.truths[truth.proof] = truth
@@ -90,43 +91,72 @@ class World:
         if sum(each.finished for each in self.truths.values()) >= GROUPS * GROUP // 2:
             self.half.set()
 
+    def read(self) -> None:
+        """Note what agents in other processes have written."""
+        with self.file.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._read += len(line)
+                    self.note(Truth(**json.loads(line)))
+
+    async def follow(self) -> None:
+        while True:
+            self.read()
+            await asyncio.sleep(0.05)
+
+    def open_sessions(self) -> int:
+        return sum(truth.open and Path(f"/proc/{truth.pid}").exists() for truth in self.truths.values())
+
 
 @contextlib.asynccontextmanager
-async def on_aws(case: Case, world: World, log: Path) -> AsyncIterator[tuple[FaultProxy, dict[str, Any]]]:
-    """Yield the proxy between the trainer and the services, and more of the trainer's work."""
-    cloud = FaultyAgents(case.name, SECRET, world.note)
-    async with cloud.serve() as engine, contextlib.aclosing(cloud), FaultProxy(engine) as proxy:
-        yield proxy, {"engine": engine, "arn": ARN, "secret": SECRET}
-
-
-@contextlib.asynccontextmanager
-async def on_lightning(case: Case, world: World, log: Path) -> AsyncIterator[tuple[FaultProxy, dict[str, Any]]]:
-    """Run agentlightning's runners, which are a process that prints what is true, behind the proxy."""
-    port = free_port()
-
-    async def listen(printed: asyncio.StreamReader) -> None:
-        async for line in printed:
-            if line.startswith(b"{"):
-                world.note(Truth(**json.loads(line)))
-
+async def serving(system: System, world: World, work: dict[str, Any]) -> AsyncIterator[FaultProxy]:
+    """Run what a system has beside its trainer behind a proxy, and complete the trainer's work."""
+    if system.on_aws:
+        cloud = FaultyAgents(work["fault"], SECRET, Path(work["folder"]), world.note)
+        async with cloud.serve() as engine, contextlib.aclosing(cloud), FaultProxy(engine) as proxy:
+            work |= {"url": proxy.url, "engine": engine, "arn": ARN, "secret": SECRET}
+            yield proxy
+        return
+    port, following = free_port(), asyncio.create_task(world.follow())
     async with FaultProxy(f"http://127.0.0.1:{port}") as proxy:
-        work = {"way": "run_agents", "groups": GROUPS, "group": GROUP, "url": proxy.url, "fault": case.name}
-        runners = await start("lightning", work, log, asyncio.subprocess.PIPE)
-        listening = asyncio.create_task(listen(runners.stdout))
+        work |= {"url": proxy.url, "port": port}
+        process = await start(system.program, {**work, "way": "run_agents"}, "agents") if system.beside else None
         try:
-            yield proxy, {"port": port}
+            if process is not None:
+                await listening(port)
+            yield proxy
+            world.read()
         finally:
-            listening.cancel()
-            await end(runners)
+            following.cancel()
+            if process is not None:
+                await end(process, STOP_S)
 
 
-async def start(program: str, work: dict[str, Any], log: Path, stdout: int | BinaryIO) -> asyncio.subprocess.Process:
-    argv = [*command(program), json.dumps(work)]
-    with log.open("ab") as errors:
-        return await asyncio.create_subprocess_exec(*argv, stdout=stdout, stderr=errors, env=environment(program))
+async def listening(port: int) -> None:
+    """Wait until a server listens on a port."""
+    async with asyncio.timeout(HUNG_S):
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                return
+            await asyncio.sleep(0.1)
 
 
-async def end(process: asyncio.subprocess.Process) -> None:
+async def start(program: str, work: dict[str, Any], name: str) -> asyncio.subprocess.Process:
+    argv, folder = [*command(program), json.dumps(work)], Path(work["folder"])
+    with (folder / f"{name}.log").open("ab") as errors, (folder / f"{name}.out").open("wb") as printed:
+        return await asyncio.create_subprocess_exec(*argv, stdout=printed, stderr=errors, env=environment(program))
+
+
+async def end(process: asyncio.subprocess.Process, grace_s: float = 0.0) -> None:
+    """Stop a process, and kill it if it takes longer."""
+    if process.returncode is None and grace_s:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await process.wait()
     if process.returncode is None:
         process.kill()
         await process.wait()
@@ -146,8 +176,7 @@ class Trainer:
     async def run(self, killed: asyncio.Event | None = None) -> None:
         """Run to the end, or kill it at this event. One that hangs is killed, too."""
         log, out = self.folder / "trainer.log", self.folder / "trainer.out"
-        with out.open("wb") as written:
-            process = await start(self.program, self.work, log, written)
+        process = await start(self.program, self.work, "trainer")
         try:
             async with asyncio.timeout(HUNG_S):
                 await (process.wait() if killed is None else killed.wait())
@@ -162,14 +191,15 @@ class Trainer:
         ends = [line["ended"] for line in printed if "ended" in line]
         self.notes = ends[-1] if ends else {}
         if not self.error and (process.returncode or not ends):
-            lines = log.read_text(errors="replace").splitlines() or ["it ended without a word"]
-            name, colon, message = lines[-1].partition(":")  # the exception, whose module does not matter
+            lines = log.read_text(errors="replace").splitlines()
+            raised = [line for line in lines if re.match(r"[\w.]+: |[\w.]+(Error|Expired)$", line)]
+            name, colon, message = (raised or ["it ended without a word"])[-1].partition(":")
+            # The module of the exception does not matter.
             self.error = (name.rpartition(".")[2] + colon + message)[:100]
 
 
-async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Event) -> None:
+async def outage(case: Case, rules: list[Rule], proxy: FaultProxy, begun: asyncio.Event) -> None:
     """Apply the case's rules: all the time, or for a minute once the step has begun."""
-    rules = copy.deepcopy([*case.rules.get(system, ())])  # a rule counts its hits
     if case.outage and not case.from_the_start:
         await begun.wait()
         await asyncio.sleep(1.5)  # the invokes are through
@@ -183,14 +213,15 @@ async def outage(case: Case, system: str, proxy: FaultProxy, begun: asyncio.Even
 
 async def run(system: str, case: Case, folder: Path) -> dict[str, Any]:
     """Run a trainer to its end, and count. If the case says so, kill it at `half`, and start it again."""
-    (program, way), world = PROGRAMS[system], World()
-    serve = on_lightning if system == LIGHTNING else on_aws
-    async with serve(case, world, folder / "agents.log") as (proxy, more):
-        limit_s = LIMIT_IN_OUTAGES_S if case.outage else LIMIT_S
-        about = {"way": way, "groups": GROUPS, "group": GROUP, "limit_s": limit_s, "folder": str(folder)}
-        trainer = Trainer(program, {**about, "url": proxy.url, **more}, folder)
+    how, world = SYSTEMS[system], World(folder)
+    limit_s = (LIMIT_IN_OUTAGES_S if case.outage else LIMIT_S) + how.more_s
+    work = {"way": how.way, "fault": case.name, "groups": GROUPS, "group": GROUP, "limit_s": limit_s}
+    work |= {"folder": str(folder), "truths": str(world.file), "model": str(BYTE_MODEL)}
+    async with serving(how, world, work) as proxy:
+        trainer = Trainer(how.program, work, folder)
         began = time.monotonic()
-        faults = asyncio.create_task(outage(case, system, proxy, world.begun))
+        rules = deepcopy(case.rules_for(system))
+        faults = asyncio.create_task(outage(case, rules, proxy, world.begun))
         try:
             if case.kill:
                 await trainer.run(killed=world.half)
@@ -202,10 +233,11 @@ async def run(system: str, case: Case, folder: Path) -> dict[str, Any]:
                 trainer.error = error
         finally:
             faults.cancel()
-        truths = world.truths.values()
+        world.read()
         return {
-            **count(truths, trainer.rollouts),
-            "leaked": sum(truth.open for truth in truths),
+            **count(world.truths.values(), trainer.rollouts),
+            "leaked": world.open_sessions(),
+            "hits": sum(rule.hits for rule in rules),
             "ended": trainer.error or "yes",
             "missing": trainer.notes,
             "seconds": round(time.monotonic() - began, 1),
@@ -219,9 +251,9 @@ async def matrix(systems: Iterable[str], cases: Iterable[Case], done: Callable[[
     free = asyncio.Semaphore(2)  # steps wait most of the time
 
     async def one(system: str, case: Case) -> None:
-        row = {"fault": case.name, "system": system}
-        if system in case.missing:
-            done({**row, "not_applicable": case.missing[system]})
+        row = {"fault": case.name, "system": system, "date": today()}
+        if case.name in SYSTEMS[system].missing:
+            done({**row, "not_applicable": SYSTEMS[system].missing[case.name]})
             return
         async with free:
             with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +269,6 @@ Row = Mapping[str, Any]
 WRONG = {"invented": "with an invented reward", "foreign": "with foreign tokens", "duplicated": "doubled"}
 OTHERS = {"leaked": "leaked", "again": "run again"}
 COUNTS = ("delivered", "lost", *("duplicated", "invented", "foreign"), *OTHERS)
-_BARS = {"delivered": "#1f6feb", "trained wrongly": "#cf222e", "lost": "#57606a", "missing and reported": "#d6dbe1"}
 
 
 def planned(results: Results) -> int:
@@ -285,43 +316,34 @@ def _cell(row: Row, all_of_them: int) -> str:
     return ", ".join(parts)
 
 
-def picture(results: Results) -> str:
-    """Return an SVG with a bar for each fault and system, as long as the step's rollouts."""
-    systems, titles = systems_of(results), results["cases"]
-    places = {name: -place for place, name in enumerate(titles)}
-    with drawing(1, len(systems), 4.2 + 1.5 * len(systems), 0.5 + len(titles) / 4, sharey=True) as (axes, written):
-        for axis, system in zip(axes[0], systems, strict=True):
-            for row in _met(results):
-                if row["system"] == system:
-                    left, wrong = 0, sum(row[name] for name in WRONG)
-                    lengths = [row["delivered"], wrong, row["lost"]]
-                    lengths.append(max(0, planned(results) - sum(lengths)))
-                    for length, colour in zip(lengths, _BARS.values(), strict=True):
-                        if length:
-                            axis.barh(places[row["fault"]], length, left=left, height=0.6, color=colour)
-                        left += length
-                    if row["leaked"]:
-                        axis.barh(places[row["fault"]] - 0.4, row["leaked"], height=0.2, color="#bf8700")
-            axis.set_title(system)
-            axis.set_xticks([])
-        axes[0, 0].set_yticks([*places.values()], [*titles.values()])
-        handles = [axes[0, 0].barh(0, 0, color=colour) for colour in (*_BARS.values(), "#bf8700")]
-        names = [*_BARS, "sessions leaked"]
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
-        axes[0, 0].figure.legend(handles, names, **place, ncols=len(names), frameon=False)
-    return written.getvalue()
+def dates(results: Results) -> str:
+    """Return when each system was measured."""
+    found = {
+        system: sorted({row["date"] for row in _met(results) if row["system"] == system})
+        for system in systems_of(results)
+    }
+    return "; ".join(f"{system}: {' and '.join(days)}" for system, days in found.items())
 
 
 def reasons(results: Results) -> Sequence[str]:
     """Return why each system's rollouts are missing, one line for each fault and system."""
     order = list(results["cases"])
     found = [row for row in _met(results) if row["missing"]]
-    found.sort(key=lambda row: (order.index(row["fault"]), SYSTEMS.index(row["system"])))
+    found.sort(key=lambda row: (order.index(row["fault"]), [*SYSTEMS].index(row["system"])))
     return [
         f"{results['cases'][row['fault']]}, {row['system']}: "
         + ", ".join(f"{count} `{reason}`" for reason, count in row["missing"].items())
         for row in found
     ]
+
+
+def kept(file: Path | None, systems: Sequence[str], faults: Sequence[str]) -> tuple[list[dict[str, Any]], float]:
+    """Return the rows of a file of results that are not to be measured again, and the seconds until now."""
+    if file is None or not file.exists():
+        return [], 0.0
+    before = json.loads(file.read_text())
+    rows = [row for row in before["results"]["rows"] if row["system"] not in systems or row["fault"] not in faults]
+    return rows, before["seconds"]
 
 
 def main() -> None:
@@ -331,14 +353,15 @@ def main() -> None:
     options = parser.parse_args()
     try:
         for system in options.systems:
-            command(PROGRAMS[system][0])
+            command(SYSTEMS[system].program)
     except Unmeasured as error:
         sys.exit(f"a rival cannot be installed: {error}\nPass --systems {OURS} to run without the rivals.")
-    began, rows = time.monotonic(), []
+    names = options.faults[:2] if options.smoke else options.faults
+    rows, earlier_s = kept(options.json, options.systems, names)
+    began = time.monotonic() - earlier_s
     limits = {"limit_s": LIMIT_S, "limit_in_outages_s": LIMIT_IN_OUTAGES_S, "outage_s": OUTAGE_S}
-    programs = {system: program for system, (program, _) in PROGRAMS.items() if program in PACKAGES}
     results = {
-        "versions": {system: version_of(PACKAGES[program]) for system, program in programs.items()},
+        "versions": {name: version for name, how in SYSTEMS.items() if (version := version_of(how.program))},
         "settings": {"groups": GROUPS, "group": GROUP, **limits},
         "cases": {case.name: case.title for case in CASES},
         "rows": rows,
@@ -349,7 +372,6 @@ def main() -> None:
         rows.append(row)
         write_section(options.json, "faults", "python benchmarks/faults.py", time.monotonic() - began, results)
 
-    names = options.faults[:2] if options.smoke else options.faults
     asyncio.run(matrix(options.systems, [BY_NAME[name] for name in names], done))
 
 

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -43,11 +44,11 @@ class Session:
 
 
 class FaultyAgents(Cloud):
-    def __init__(self, fault: str, secret: str, note: Callable[[Truth], object]) -> None:
-        """`note` is called as by `FailingAgents`."""
+    def __init__(self, fault: str, secret: str, folder: Path, note: Callable[[Truth], object]) -> None:
+        """`folder` and `note` are those of `FailingAgents`."""
         super().__init__(s3_s=0.01, sqs_s=0.005, runtime_s=0.01)
         self._fault, self._sealer = fault, Sealer(secret)
-        self._agents = FailingAgents(fault, note)
+        self._agents = FailingAgents(fault, folder, note)
         self._sessions: dict[str, Session] = {}
         self._http: aiohttp.ClientSession | None = None
 

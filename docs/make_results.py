@@ -33,29 +33,21 @@ The results of experiments, each with the command that repeats it; `make results
 fast the backend is: see [performance](performance.md). What it guarantees: see [reliability](reliability.md).
 """
 _FAULTS = """\
-Each system runs one step of {groups} groups of {group} rollouts for each fault, against the same emulated S3, SQS and
-AgentCore. A proxy injects the faults of the network and the services; the same agents fail in the same way for each
-system. An agent may take {limit_s:g} s, or {limit_in_outages_s:g} s where an outage takes a minute. Its true reward
-is 0.25, 0.5 or 1, and each session has different tokens, so invented rewards and foreign tokens show.
+Each system runs one step of {groups} groups of {group} rollouts for each fault. [The fault bench](fault-bench.md)
+says how the faults are injected, how outcomes are judged, and how to add a system.
 
-- ours: `group.policy: replace`, with timeouts that are shorter than the defaults.
+- ours: `group.policy: replace`, with timeouts that are shorter than the defaults. It does not repeat an agent's own
+  error, timeout or bad reward. It runs a rollout again whose stored result is invalid.
 - toolkit, S3: `RolloutClient.run_batch_async` of agentcore-rl-toolkit {toolkit}; its caller checks the reward.
 - toolkit, HTTP: the sessions of its agent loop for verl. By its documentation, a failed rollout whose agent has
   called the model is trained with the reward 0.
-- agentlightning {lightning}: its store, with three attempts, and the rules of its verl daemon. It has no runtime, so
-  its agents are processes that it cannot stop.
+- agentlightning {lightning}: its server, its local controller and the rollout manager of its verl trainer. It
+  gives a rollout without a reward `reward_fillna_value`, which is 0 by default. It has no retries.
 
-The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. The rest:
+Days of the measurements: {dates}.
 
-- lost: the agent finished, and nothing is trained in its place.
-- with an invented reward: trained with a reward that is not the agent's, or with NaN.
-- with foreign tokens: trained with tokens that no session of the group has sampled.
-- doubled: trained twice.
-- leaked: sessions that are open when the trainer has ended.
-- run again: agents that finished although their group already had as many finished as it has rollouts.
-
-All other missing rollouts were reported as failed. This backend does not repeat an agent's own error, timeout or bad
-reward; agentlightning's store does. A system that cannot meet a fault has no number.
+The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. Rollouts that
+are missing and not lost were reported as failed.
 """
 _LEARNING = """\
 A tiny model learns single-digit sums by GRPO, for {steps} steps of {prompts} questions with {group} rollouts each.
@@ -222,8 +214,6 @@ def page(sections: dict[str, Any]) -> str:
 def pictures(sections: dict[str, Any]) -> dict[str, str]:
     """Return the pictures by their file names."""
     drawn = {}
-    if "faults" in sections:
-        drawn["results-faults.svg"] = faults.picture(sections["faults"]["results"])
     curves = {
         "many_turns": ("many-turns", tuple(_TRAININGS), "reward", 1),
         "learning": ("learning-path", ("verl", "ours"), "right replies", 3),
@@ -256,12 +246,12 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
     yield _FAULTS.format(
         **results["settings"],
         planned=faults.planned(results),
+        dates=faults.dates(results),
         toolkit=versions.get("toolkit, S3", ""),
         lightning=versions.get("agentlightning", ""),
     )
     yield "### All faults together\n"
     yield faults.totals(results).markdown() + "\n"
-    yield "![A bar for each fault and system](results-faults.svg)\n"
     yield "### Each fault\n"
     yield faults.table(results).markdown() + "\n"
     yield "### What the systems said of missing rollouts\n"

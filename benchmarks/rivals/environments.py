@@ -21,14 +21,17 @@ PACKAGES = {  # by program; the others run in this environment
     "toolkit_gateway": "agentcore-rl-toolkit",
     "lightning": "agentlightning",
 }
+PYTHONS = {"agentlightning": "3.12"}  # the other rivals run with this program's version
 _HERE = Path(__file__).parent
 _MARKER = "complete"
 
 
-def version_of(name: str) -> str:
-    """Return the pinned version of a rival."""
-    pins = dict(line.split("==") for line in _pins(name).read_text().split())
-    return pins[name]
+def version_of(program: str) -> str:
+    """Return the version of the rival that a program uses, and "" for this project."""
+    if program not in PACKAGES:
+        return ""
+    pins = dict(line.split("==") for line in _pins(PACKAGES[program]).read_text().split())
+    return pins[PACKAGES[program]]
 
 
 def python_of(name: str, pins: Path | None = None) -> Path:
@@ -48,8 +51,9 @@ def python_of(name: str, pins: Path | None = None) -> Path:
             return python
         print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
+        version = PYTHONS.get(name, sys.executable)
         install = [find_uv(), "pip", "install", "--quiet", "--python", str(python), "--no-deps", "-r", str(pins)]
-        for argv in ([sys.executable, "-m", "venv", "--without-pip", str(folder)], install):
+        for argv in ([find_uv(), "venv", "--quiet", "--python", version, str(folder)], install):
             done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
             if done.returncode:
                 raise Unmeasured(f"{argv[1:]} ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
@@ -59,7 +63,7 @@ def python_of(name: str, pins: Path | None = None) -> Path:
 
 def command(program: str) -> list[str]:
     """Return the command of a program of this folder, in its environment. Raises Unmeasured."""
-    python = python_of(PACKAGES[program]) if program in PACKAGES else sys.executable
+    python = python_of(PACKAGES[program]) if program in PACKAGES else Path(sys.executable)
     return [str(python), str(_HERE / f"{program}.py")]
 
 

@@ -1,9 +1,10 @@
 """What a program of this folder does with its work, which is its argument as JSON, and the agents of `faults.py`.
 
-It needs the standard library only: rivals' environments run it.
+It needs the standard library only: rivals' environments run it. docs/fault-bench.md explains how to write a program.
 """
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,8 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,8 @@ def ended(notes: Counter[str]) -> None:
 # --- agents that fail ---------------------------------------------------------------------------------------
 
 TOKENS = 8  # of a session
+LATE_S = 100.0
+"""How long the agents of `agent_late` take, which is longer than any limit."""
 
 
 def tokens_of(proof: int) -> list[int]:
@@ -76,13 +80,16 @@ def tokens_of(proof: int) -> list[int]:
 
 @dataclass
 class Truth:
-    """What a session, or an attempt of agentlightning, truly was."""
+    """What an agent truly did. Its tokens show `proof`."""
 
-    proof: int  # that its tokens show
+    proof: int
     group: str
     reward: float
-    finished: bool = False  # its agent returned the reward
+    finished: bool = False
+    """The agent has returned the reward."""
     open: bool = True
+    """The agent's session is open. One whose process has ended is not, whatever it says."""
+    pid: int = field(default_factory=os.getpid)
 
 
 class Died(Exception):
@@ -92,7 +99,8 @@ class Died(Exception):
 @dataclass(kw_only=True)
 class Agent(Truth):
     seconds: float
-    fault: str  # "" unless it is the victim
+    fault: str
+    """Empty unless the agent is the victim."""
     note: Callable[[Truth], object]
 
     async def run(self) -> float:
@@ -103,9 +111,9 @@ class Agent(Truth):
                 self.end()
                 raise Died
             case "agent_freezes":
-                await asyncio.Event().wait()
+                await asyncio.sleep(10 * LATE_S)
             case "agent_late":
-                await asyncio.sleep(40.0)  # longer than any system lets it
+                await asyncio.sleep(LATE_S)
             case _:
                 await asyncio.sleep(self.seconds)
         if self.fault == "agent_raises":
@@ -124,27 +132,43 @@ class Agent(Truth):
 class FailingAgents:
     """Makes agents. The second one of each group is the victim of the fault.
 
-    `note` is called with each agent when it has begun, has finished, and is gone.
+    `note` is called with each agent when it has begun, has finished, and is gone. Files in `folder` number the agents
+    of a group, so that processes can share the groups.
     """
 
-    def __init__(self, fault: str, note: Callable[[Truth], object]) -> None:
-        self._fault, self._note = fault, note
-        self._of_group: Counter[str] = Counter()
+    def __init__(self, fault: str, folder: Path, note: Callable[[Truth], object]) -> None:
+        self._fault, self._folder, self._note = fault, folder, note
 
     def make(self, group: str) -> Agent:
-        nth = self._of_group[group]
-        self._of_group[group] += 1
+        nth = self._next_of(group)
         draw = random.Random(f"{group} {nth}")
         reward, seconds = draw.choice((0.25, 0.5, 1.0)), draw.uniform(1.0, 7.0)
-        fault, proof = self._fault if nth == 1 else "", self._of_group.total()
+        fault, proof = self._fault if nth == 1 else "", 100 * int(group[1:]) + nth + 1
         agent = Agent(proof, group, reward, seconds=seconds, fault=fault, note=self._note)
         self._note(agent)
         return agent
 
+    def _next_of(self, group: str) -> int:
+        for nth in itertools.count():
+            with suppress(FileExistsError):
+                (self._folder / f"{group}.{nth}").touch(exist_ok=False)
+                return nth
+        raise AssertionError
+
+
+def failing_agents(work: Work) -> FailingAgents:
+    """Return the agents of a rival's process. They tell the benchmark what is true by the file `truths`."""
+
+    def note(agent: Truth) -> None:
+        with Path(work["truths"]).open("a") as file:
+            file.write(json.dumps({each.name: getattr(agent, each.name) for each in fields(Truth)}) + "\n")
+
+    return FailingAgents(work["fault"], Path(work["folder"]), note)
+
 
 def main(*ways: Callable[[Work], Awaitable[None]]) -> None:
-    """Do the work in the way that it names."""
+    """Do the work in the way that it names. Child processes find the work in `FAULT_BENCH`."""
     work = json.loads(sys.argv[1])
-    os.environ["AWS_ENDPOINT_URL"] = work["url"]
+    os.environ |= {"AWS_ENDPOINT_URL": work["url"], "FAULT_BENCH": sys.argv[1]}
     [way] = [each for each in ways if each.__name__ == work["way"]]
     asyncio.run(way(work))

@@ -1,141 +1,145 @@
-"""Run a step with agentlightning's store, in its environment.
+"""Run a step with Agent Lightning, in its environment, as its quick start does with the local controller.
 
-The trainer's process serves the store and asks it as its verl daemon does, with that daemon's rules: a rollout with
-a model call and without a reward is trained with the reward 0, one without a model call is missing. The daemon does
-not use the store's retries; here they are on.
-
-The runners are another process, which uses the store's client through the fault proxy as its runner does. They print
-what is true of each attempt.
+The trainer's process uses the rollout manager of its verl trainer, with that trainer's rule: a rollout without a
+reward, failed or not, is trained with `reward_fillna_value`, which is 0. An engine of a few lines answers the calls
+that its gateway forwards. Its server and its controller are other processes and outlive the trainer. The controller
+starts a process for each rollout, whose agent calls the model and posts its reward as `examples/gsm8k` does.
 """
 
 import asyncio
 import json
-import random
-import time
-import uuid
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections import Counter
-from contextlib import suppress
-from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
-from agentlightning import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
-from agentlightning.types import OtelResource, RolloutConfig, Span, TraceStatus
-from harness import Died, FailingAgents, Truth, Work, ended, hand_over, main, tokens_of
+import httpx
+from agentlightning.verl.agl_rollout_manager import AglRolloutManager
+from harness import Died, Work, ended, failing_agents, hand_over, main, tokens_of
 
-POLL_S = 5.0  # of the verl daemon and of a runner
-ATTEMPTS = 3
-RETRIED = ["failed", "timeout", "unresponsive"]
-MODEL_CALL, REWARD = "openai.chat.completion", "reward"
+KEY, MODEL, FILLED_IN = "fault-bench", "scripted", 0.0
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Answers a chat completion like vLLM, with the token ids that the message names."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = json.dumps(completion(json.loads(body["messages"][-1]["content"]))).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def completion(token_ids: list[int]) -> dict[str, Any]:
+    logprobs = {"content": [{"token": "", "logprob": -0.5} for _ in token_ids]}
+    message = {"role": "assistant", "content": ""}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": token_ids, "logprobs": logprobs}
+    return {"object": "chat.completion", "model": MODEL, "prompt_token_ids": [1], "choices": [choice]}
 
 
 async def step_with_faults(work: Work) -> None:
-    store = LightningStoreServer(InMemoryLightningStore(thread_safe=True), host="127.0.0.1", port=work["port"])
-    await store.start()
-    limits = RolloutConfig(
-        timeout_seconds=work["limit_s"],
-        unresponsive_seconds=work["limit_s"],
-        max_attempts=ATTEMPTS,
-        retry_condition=RETRIED,
+    engine = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    threading.Thread(target=engine.serve_forever, daemon=True).start()
+    manager = AglRolloutManager(
+        agl_base_url=work["url"],
+        agl_key=KEY,
+        model=MODEL,
+        step=0,
+        train_rollout_n=work["group"],
+        rollout_timeout_seconds=work["limit_s"],
+        local_agent_class="lightning.Agent",
+        local_env_map={"TASK": "input.task"},
     )
-    groups: dict[str, str] = {}
-    for number in range(work["groups"] * work["group"]):
-        group = f"t{number // work['group']}"
-        rollout = await store.enqueue_rollout(input={"task": group}, mode="train", config=limits)
-        groups[rollout.rollout_id] = group
-    had: dict[str, str] = {}
-    while len(had) < len(groups):
-        for rollout in await store.wait_for_rollouts(rollout_ids=list(groups), timeout=0):
-            had.setdefault(rollout.rollout_id, rollout.status)
-        await asyncio.sleep(POLL_S)
-    for rollout_id, group in groups.items():
-        spans = await store.query_spans(rollout_id, attempt_id="latest")
-        rewards = [span.attributes["reward"] for span in spans if span.name == REWARD]
-        for span in spans:
-            if span.name == MODEL_CALL:
-                hand_over(group, rewards[-1] if rewards else 0.0, json.loads(span.attributes["token_ids"]))
-    ended(Counter(status for status in had.values() if status != "succeeded"))
-    await store.stop()
-
-
-class Runners:
-    def __init__(self, work: Work) -> None:
-        self._fault = work["fault"]
-        self._store = LightningStoreClient(work["url"])
-        self._agents = FailingAgents(self._fault, say)
-
-    async def run(self, name: str) -> None:
-        """Be one of the runners, until a container dies."""
-        with suppress(Died):
-            while True:
-                rollout = await self._store.dequeue_rollout(worker_id=name)
-                if rollout is None:
-                    await asyncio.sleep(POLL_S * random.uniform(0.9, 1.1) / 10)  # ten times as often as its default
-                else:
-                    await self._attempt(rollout)
-
-    async def _attempt(self, rollout: Any) -> None:
-        agent = self._agents.make(rollout.input["task"])
-        status = "succeeded"
-        try:
-            ids = tokens_of(0) if agent.fault == "forged_tokens" else tokens_of(agent.proof)
-            await self._add(rollout, 1, MODEL_CALL, {"token_ids": json.dumps(ids)})
-            if agent.fault == "foreign_container":
-                await self._write_for_another(rollout)
-            reward = await agent.run()
-            for _ in range(2 if self._fault == "published_twice" else 1):
-                await self._add(rollout, 2, REWARD, {"reward": reward})
-        except Died:
-            raise
-        except Exception:
-            status = "failed"
-        for _ in range(2 if self._fault == "published_twice" else 1):
-            with suppress(Exception):  # its runner gives the update up, too
-                await self._store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status=status)
-        agent.end()
-
-    async def _write_for_another(self, rollout: Any) -> None:
-        """Write the reward of another rollout that is running, and end it."""
-        running = await self._store.query_rollouts(status_in=["running", "preparing"])
-        for other in running:
-            if other.rollout_id != rollout.rollout_id and other.input["task"] == rollout.input["task"]:
-                theirs = await self._store.get_latest_attempt(other.rollout_id)
-                other = other.model_copy(update={"attempt": theirs}) if hasattr(other, "attempt") else other
-                await self._add(other, 9, REWARD, {"reward": 7.0}, theirs.attempt_id)
-                await self._store.update_attempt(other.rollout_id, theirs.attempt_id, status="succeeded")
-                return
-
-    async def _add(
-        self, rollout: Any, sequence: int, name: str, attributes: dict[str, Any], attempt_id: str | None = None
-    ) -> None:
-        """Add a finished span to an attempt; `sequence` is its number there."""
-        span = Span(
-            rollout_id=rollout.rollout_id,
-            attempt_id=attempt_id or rollout.attempt.attempt_id,
-            sequence_id=sequence,
-            trace_id=uuid.uuid4().hex,
-            span_id=uuid.uuid4().hex[:16],
-            parent_id=None,
-            name=name,
-            status=TraceStatus(status_code="OK"),
-            attributes=attributes,
-            events=[],
-            links=[],
-            start_time=time.time(),
-            end_time=time.time(),
-            context=None,
-            parent=None,
-            resource=OtelResource(attributes={}, schema_url=""),
-        )
-        await self._store.add_span(span)
-
-
-def say(agent: Truth) -> None:
-    print(json.dumps({field.name: getattr(agent, field.name) for field in fields(Truth)}), flush=True)
+    manager.delete_model()
+    manager.register_model([f"127.0.0.1:{engine.server_port}"])
+    tasks = {"task": [f"t{number}" for number in range(work["groups"])]}
+    done = manager.enqueue_and_wait_until_completed(tasks, is_train=True)
+    for rollout in done:
+        reward = FILLED_IN if rollout.final_reward is None else rollout.final_reward
+        for triplet in rollout.triplets:
+            hand_over(rollout.input["task"], reward, triplet.response["token_ids"])
+    ended(Counter(rollout.error_message for rollout in done if rollout.rollout_state == "failed"))
 
 
 async def run_agents(work: Work) -> None:
-    runners = Runners(work)
-    await asyncio.gather(*(runners.run(f"runner-{number}") for number in range(work["groups"] * work["group"])))
+    """Run its server and its controller until SIGTERM. The controller then kills the agents."""
+    stopped, here, scripts = asyncio.Event(), Path(__file__).parent, Path(sys.executable).parent
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    env = {**os.environ, "PYTHONPATH": str(here)}
+    hydra = [f"hydra.run.dir={work['folder']}/hydra", "hydra.output_subdir=null"]
+    address = ["host=127.0.0.1", f"port={work['port']}", f"key={KEY}", f"default_proxy.model_name={MODEL}"]
+    whose = ["runner_type=local", f"agl_server.url={work['url']}", f"agl_server.key={KEY}"]
+    commands = {"agl-server": address, "agl-controller": whose}
+    children = [subprocess.Popen([scripts / name, *said, *hydra], env=env) for name, said in commands.items()]
+    await stopped.wait()
+    for child in reversed(children):
+        child.terminate()
+        child.wait()
+
+
+class Agent:
+    """An agent, which the controller imports in the process of its rollout."""
+
+    async def run(self) -> None:
+        work = json.loads(os.environ["FAULT_BENCH"])
+        agent = failing_agents(work).make(os.environ["TASK"])
+        self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}, timeout=10)
+        if agent.fault == "forged_tokens":
+            forged = {"response": completion(tokens_of(0)), "http_status": 200, "status": "ok"}
+            await self._post(os.environ["AGL_EVENT_URL"], "model_request", forged)
+        else:
+            await self._call_model(tokens_of(agent.proof))
+        if agent.fault == "foreign_container":
+            await self._end_another(agent.group)
+        try:
+            reward = await agent.run()
+        except Died:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2 if work["fault"] == "published_twice" else 1):
+            await self._post(os.environ["AGL_EVENT_URL"], "reward", {"value": reward})
+
+    async def _call_model(self, token_ids: list[int]) -> None:
+        """Call the model with the retries of the OpenAI client and `max_retries=6`."""
+        body = {"model": "auto", "messages": [{"role": "user", "content": json.dumps(token_ids)}]}
+        for nth in range(7):
+            try:
+                reply = await self._http.post(f"{os.environ['AGL_OPENAI_BASE_URL']}/chat/completions", json=body)
+                reply.raise_for_status()
+            except httpx.HTTPError:
+                if nth == 6:
+                    raise
+                await asyncio.sleep(min(0.5 * 2**nth, 8.0))
+            else:
+                return
+
+    async def _post(self, url: str, kind: str, data: dict[str, Any]) -> None:
+        (await self._http.post(url, json={"event_type": kind, "data": data})).raise_for_status()
+
+    async def _end_another(self, task: str) -> None:
+        """Post a reward for another rollout of the group that has called the model, and end it."""
+        mine = os.environ["AGL_EVENT_URL"]
+        api, _, own = mine.partition("/attempt/")[0].rpartition("/")
+        for _ in range(100):
+            for other in (await self._http.get(api, params={"state_in": "running"})).json():
+                whose = other["rollout_id"]
+                if whose == own or other["input"]["task"] != task:
+                    continue
+                if (await self._http.get(f"{api}/{whose}/events")).json():
+                    await self._post(mine.replace(own, whose), "reward", {"value": 7.0})
+                    await self._http.patch(f"{api}/{whose}", json={"status": {"state": "succeeded"}})
+                    return
+            await asyncio.sleep(0.1)
 
 
 if __name__ == "__main__":
