@@ -316,15 +316,6 @@ def _cell(row: Row, all_of_them: int) -> str:
     return ", ".join(parts)
 
 
-def dates(results: Results) -> str:
-    """Return when each system was measured."""
-    found = {
-        system: sorted({row["date"] for row in _met(results) if row["system"] == system})
-        for system in systems_of(results)
-    }
-    return "; ".join(f"{system}: {' and '.join(days)}" for system, days in found.items())
-
-
 def reasons(results: Results) -> Sequence[str]:
     """Return why each system's rollouts are missing, one line for each fault and system."""
     order = list(results["cases"])

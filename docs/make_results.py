@@ -44,8 +44,6 @@ says how the faults are injected, how outcomes are judged, and how to add a syst
 - agentlightning {lightning}: its server, its local controller and the rollout manager of its verl trainer. It
   gives a rollout without a reward `reward_fillna_value`, which is 0 by default. It has no retries.
 
-Days of the measurements: {dates}.
-
 The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. Rollouts that
 are missing and not lost were reported as failed.
 """
@@ -246,10 +244,10 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
     yield _FAULTS.format(
         **results["settings"],
         planned=faults.planned(results),
-        dates=faults.dates(results),
         toolkit=versions.get("toolkit, S3", ""),
         lightning=versions.get("agentlightning", ""),
     )
+    yield from results.get("notes", ())
     yield "### All faults together\n"
     yield faults.totals(results).markdown() + "\n"
     yield "### Each fault\n"
