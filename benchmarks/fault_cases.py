@@ -7,12 +7,13 @@ from rollout_backend.testing.fault_proxy import Fault, Rule
 
 OUTAGE_S = 60.0
 OURS, BY_S3, BY_HTTP = "ours", "toolkit, S3", "toolkit, HTTP"
-LIGHTNING = "agentlightning"
+LIGHTNING, VERL = "agentlightning", "verl's loop"
 
 _INVOKE, _STOP = "bedrock-agentcore:InvokeAgentRuntime", "bedrock-agentcore:StopRuntimeSession"
 _QUEUE = ("sqs_down", "message_lost", "poison_messages", "foreign_run")
 _RUNTIME = ("invoke_429", "invoke_cut", "stop_500")
 _AWS = ("clock", "credentials")
+_CONTAINERS = ("agent_dies", "foreign_container", "forged_tokens")
 
 
 def _each(names: Iterable[str], reason: str) -> dict[str, str]:
@@ -69,6 +70,16 @@ SYSTEMS = {
             **_each(_RUNTIME, "no runtime: its controller starts agents"),
             **_each(_AWS, "signs nothing"),
             "truncated_object": "no S3",
+        },
+    ),
+    VERL: System(
+        "verl_loop",
+        missing={
+            **_each(_QUEUE, "no queue"),
+            **_each(_RUNTIME, "no runtime"),
+            **_each(_AWS, "signs nothing"),
+            **_each(_CONTAINERS, "no containers: its agents are coroutines of the trainer"),
+            **_each(("body_cut", "s3_slow_down", "published_twice", "truncated_object"), "results stay in memory"),
         },
     ),
 }

@@ -1,5 +1,7 @@
 """Install rivals from the package index, each in a separate environment in the cache folder, with pinned versions.
 
+verl's loop runs in the environment of `make verl`.
+
 Invariant: a folder with its marker is complete. The marker comes last, under a file lock.
 """
 
@@ -10,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import Unmeasured
+from common import ROOT, Unmeasured
 from filelock import FileLock
 
 from rollout_backend.base.child_process import find_uv
@@ -22,12 +24,16 @@ PACKAGES = {  # by program; the others run in this environment
     "lightning": "agentlightning",
 }
 PYTHONS = {"agentlightning": "3.12"}  # the other rivals run with this program's version
+VERL = ROOT / ".venv-verl"
 _HERE = Path(__file__).parent
 _MARKER = "complete"
 
 
 def version_of(program: str) -> str:
     """Return the version of the rival that a program uses, and "" for this project."""
+    if program == "verl_loop":
+        installed = [each.stem for each in VERL.glob("lib/python*/site-packages/verl-*.dist-info")]
+        return installed[0].removeprefix("verl-") if installed else ""
     if program not in PACKAGES:
         return ""
     pins = dict(line.split("==") for line in _pins(PACKAGES[program]).read_text().split())
@@ -64,13 +70,17 @@ def python_of(name: str, pins: Path | None = None) -> Path:
 def command(program: str) -> list[str]:
     """Return the command of a program of this folder, in its environment. Raises Unmeasured."""
     python = python_of(PACKAGES[program]) if program in PACKAGES else Path(sys.executable)
+    if program == "verl_loop":
+        python = VERL / "bin" / "python"
+        if not python.exists():
+            raise Unmeasured(f"{VERL} does not exist. Run: make verl")
     return [str(python), str(_HERE / f"{program}.py")]
 
 
 def environment(program: str = "toolkit") -> dict[str, str]:
     """Return the environment variables of a program. Rivals find no module of this project."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    if program not in PACKAGES:
+    if program not in PACKAGES and program != "verl_loop":
         env["PYTHONPATH"] = f"{_HERE.parents[1]}:{_HERE.parent}"
     return {
         **env,
