@@ -45,9 +45,10 @@ from agent_wrapper.model_endpoint import PROBE_S, SessionClosed, probe_endpoint,
 from agent_wrapper.one_shot import flush_output, payload_file, run_and_exit
 from agent_wrapper.outcome import AgentResult, build_rollout, classify, describe, encode, failed, without_artifacts
 from agent_wrapper.publish import Publisher, PublishError
-from agent_wrapper.runner import Agent, Returned, in_thread, traceback_of
+from agent_wrapper.runner import Agent, Returned, traceback_of
 from agent_wrapper.shared.json_values import plain_json
 from agent_wrapper.shared.redaction import redact_logs
+from agent_wrapper.shared.threads import in_thread
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
 
 if TYPE_CHECKING:

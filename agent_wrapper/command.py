@@ -24,7 +24,6 @@ from typing import TextIO
 from agent_wrapper.context import RolloutContext
 from agent_wrapper.contract import PAYLOAD_VARIABLE
 from agent_wrapper.errors import CommandError, CommandNotStarted
-from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.child_output import ChildOutput
 from agent_wrapper.shared.processes import (
     MARK,
@@ -35,6 +34,7 @@ from agent_wrapper.shared.processes import (
     new_mark,
     wait_killed,
 )
+from agent_wrapper.shared.threads import in_thread
 
 KEPT_BYTES = 16 * 1024 * 1024
 _SHOWN_BYTES = 4_000

@@ -13,9 +13,9 @@ import ssl
 from functools import cache
 
 from agent_wrapper.contract import ModelEndpoint
-from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.own_answers import GATEWAY, is_page, own_answer
 from agent_wrapper.shared.redaction import without_secrets
+from agent_wrapper.shared.threads import in_thread
 
 logger = logging.getLogger("agent_wrapper")
 

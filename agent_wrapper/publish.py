@@ -21,10 +21,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_wrapper.contract import Announcement, ResultTarget, put_headers
-from agent_wrapper.runner import in_thread
 from agent_wrapper.shared.aws_errors import is_transient
 from agent_wrapper.shared.own_answers import is_page
 from agent_wrapper.shared.redaction import redact_logs, without_secrets
+from agent_wrapper.shared.threads import in_thread
 
 if TYPE_CHECKING:
     import boto3

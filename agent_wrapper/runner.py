@@ -175,20 +175,3 @@ async def _await(value: Any) -> Any:
 def _thread_stack(ident: int | None) -> str:
     frame = sys._current_frames().get(ident) if ident is not None else None
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-
-async def in_thread(work: Callable[[], _T], name: str) -> _T:
-    """Run `work` in a thread and return its result. A cancellation abandons the thread, which does not delay the end
-    of the process, unlike that of `asyncio.to_thread`."""
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(future)

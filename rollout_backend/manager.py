@@ -160,12 +160,15 @@ class RolloutManager:
                 # The folder belongs to another manager.
                 raise
             except RolloutBackendError as error:
-                how = (self.config, self._started_by, self._agent or {}, None)
-                self.archive.write_failed_start(self.config, await asyncio.to_thread(RunStart.of, *how), str(error))
+                why = str(error)
+                await self._write_start(
+                    lambda start: self.archive.write_failed_start(self.config, start, why), self._agent or {}
+                )
                 raise
             stack.push_async_callback(asyncio.to_thread, self.archive.close)
             self.config = self.config.priced_for(run.agent.get("platform"))
-            self.archive.write_start(self.config, await self._describe_start(run))
+            agent, engine = run.agent if self._agent is None else self._agent, await self._engine_version()
+            await self._write_start(lambda start: self.archive.write_start(self.config, start), agent, engine)
             setting = "relay.url" if self.config.relay is not None else "gateway.public_url"
             self._first_call = FirstCall(run.serving.gateways.public_urls[0], setting, 6 * self._gateway_poll_s)
             for work, what in (
@@ -195,13 +198,19 @@ class RolloutManager:
         if self._run is None or self._run.lease.lost is None:
             await self.archive.wait(self.archive.submit(self.archive.write_end, _end_state(error), str(error or "")))
 
-    async def _describe_start(self, run: RunServices) -> RunStart:
+    async def _engine_version(self) -> str | None:
         serving = self.config.serving
         # verl's servers may sleep, and run in verl's environment.
         ask = serving.kind == "external" and self._started_by != "verl"
-        engine = await reported_version(serving.urls[0].rstrip("/"), serving.engine) if ask else None
-        agent = run.agent if self._agent is None else self._agent
-        return await asyncio.to_thread(RunStart.of, self.config, self._started_by, agent, engine)
+        return await reported_version(serving.urls[0].rstrip("/"), serving.engine) if ask else None
+
+    async def _write_start(
+        self, write: Callable[[RunStart], None], agent: Mapping[str, str], engine: str | None = None
+    ) -> None:
+        def work() -> None:
+            write(RunStart.of(self.config, self._started_by, agent, engine))
+
+        await self.archive.wait(self.archive.submit(work))
 
     async def _serve_metrics(self, stack: AsyncExitStack) -> None:
         if self._metrics is None:

@@ -14,7 +14,6 @@ LAYERS = (
     {
         "base.addresses",
         "base.atomic_file",
-        "base.child_process",
         "base.fair_queue",
         "base.garbage_collection",
         "base.local_keys",
@@ -22,7 +21,8 @@ LAYERS = (
         "base.names",
     }
     | {"base.retry", "base.waiting_connections"},
-    {"base.aws", "config"},
+    {"base.disk", "base.aws", "config"},
+    {"base.child_process"},
     {"core"},
     {"model.rendering", "agents.runtimes", "base.tracing"},
     {"model.dialects", "run.dispatch"},

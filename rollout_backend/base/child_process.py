@@ -1,6 +1,7 @@
 """Run a command to its end, find out why a process ended, and find uv, which installs packages."""
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
@@ -8,9 +9,13 @@ from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import BinaryIO
 
 from agent_wrapper.shared.processes import wait_killed
+from rollout_backend.base.disk import call_disk
 from rollout_backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 64 * 1024
 
@@ -35,6 +40,28 @@ async def run_child(
             await wait_killed(process, argv[0])
     assert process.returncode is not None
     return CompletedProcess(argv, process.returncode, out, errors)
+
+
+async def open_log(path: Path) -> BinaryIO:
+    """Open a file for the output of a child. If its disk does not answer, the output is lost.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def open_file() -> BinaryIO:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+
+    try:
+        return await call_disk(open_file)
+    except TimeoutError:
+        logger.warning("%s cannot be opened, because its disk does not answer: the output is lost", path)
+        return _discarded()
+
+
+def _discarded() -> BinaryIO:
+    return Path(os.devnull).open("ab")
 
 
 def find_uv() -> str:

@@ -89,6 +89,9 @@ class Manifest(ContractObject):
     attempts: int = Field(default=1, ge=1)
     """Maximum number of attempts of each rollout in this execution. It is raised only before a rollout needs another
     attempt, because a trainer on another machine has no in-flight log and stops every session that this allows."""
+    is_logged: bool = True
+    """False if the in-flight log of this execution or of one that it resumes could not be written, and so may lack
+    sessions."""
     written_at: float
     deadline: float
     """Unix seconds at which the step ends at the latest."""
@@ -162,6 +165,7 @@ class Manifest(ContractObject):
                     "executions": (*before.executions, before.execution),
                     "attempts_before": before.attempts_before + before.attempts,
                     "attempts_closed": before.attempts_closed,
+                    "is_logged": before.is_logged,
                     "tasks": taken,
                     "left_out": left_out,
                 }

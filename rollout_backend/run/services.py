@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
 from agent_wrapper.shared.trajectory import fetch_trajectory
@@ -30,13 +30,14 @@ from rollout_backend.agents.runtimes.base import (
     open_runtime,
     runtime_class,
 )
+from rollout_backend.base.disk import call_disk
 from rollout_backend.base.waiting_connections import raise_file_limit
 from rollout_backend.config import RolloutConfig, RuntimeConfig
 from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds
-from rollout_backend.errors import ServingError
+from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.model.serving.model_serving import ModelServing, RunPhase
 from rollout_backend.model.serving.run_secret import revealed, run_secret
 from rollout_backend.model.serving.supervisor import OnEvent, cancel_all, first_of
@@ -59,6 +60,7 @@ from rollout_backend.run.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.run.step.services import StepServices
 from rollout_backend.run.step.task_blocklist import TaskBlocklist
 
+_T = TypeVar("_T")
 # A killed gateway restarts within this time.
 _SEAL_S = 60.0
 # Open files of this process, besides the invokes that agents answer late.
@@ -107,7 +109,7 @@ class RunServices:
 
     async def _start(self, stack: AsyncExitStack, rollouts: int | None) -> None:
         config = self._config
-        self.serving = ModelServing(config, self._archive.logs, self._on_serving)
+        self.serving = await self._read(lambda: ModelServing(config, self._archive.logs, self._on_serving))
         preflight = await self._check(stack, rollouts)
         store = preflight.store
         in_containers = config.scoring.function == VERIFIER and issubclass(
@@ -124,7 +126,7 @@ class RunServices:
             raise_problems(await runtime.check(config.timeouts.session_s) or ())
         self.limits, self.agent = runtime.limits(), runtime.describe()
         admission = CallQueue.from_config(self.limits)
-        secret = run_secret(config)
+        secret = await self._read(lambda: run_secret(config))
         janitor = await self._start_janitor(stack, runtime)
         presigner = Presigner(config.storage, config.aws)
         stack.push_async_callback(presigner.aclose)
@@ -185,6 +187,16 @@ class RunServices:
             session_ends=ends,
             scorer=scorer,
         )
+
+    async def _read(self, work: Callable[[], _T]) -> _T:
+        """Return what `work` reads from the run's folder. Raises StartupError if its disk does not answer."""
+        try:
+            return await call_disk(work)
+        except TimeoutError as error:
+            raise StartupError(
+                f"{self._config.run_dir} cannot be read ({error.strerror}): look at the disk or the network file "
+                "system, or set output_dir to another one"
+            ) from None
 
     # --- one service each ---------------------------------------------------------------------------------
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Self
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
 from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Sampler
@@ -242,18 +241,12 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     The call may block for as long as the service is silent. Then nothing waits for its thread, not even the end of
     the process.
     """
-    future: Future[Any] = Future()
 
-    def run() -> None:
-        future.set_running_or_notify_cancel()
-        try:
-            found = call()
-            future.set_result(found.result() if hasattr(found, "result") else found)
-        except BaseException as error:
-            future.set_exception(error)
+    def run() -> Any:
+        found = call()
+        return found.result() if hasattr(found, "result") else found
 
-    threading.Thread(target=run, name="training-service", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await in_thread(run, "training-service")
 
 
 def _text(error: Exception) -> str:

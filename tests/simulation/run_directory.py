@@ -25,8 +25,8 @@ class RunDirectory:
         self.logged: dict[int, int] = {}  # by step: the last attempt whose sessions are all logged
         self._lines: dict[int, list[str]] = {}  # by step
 
-    def append(self, step: int, line: str) -> None:
-        self._lines.setdefault(step, []).append(line)
+    def append(self, step: int, lines: str) -> None:
+        self._lines.setdefault(step, []).extend(lines.split("\n"))
 
     def read(self, step: int) -> list[str]:
         return self._lines.get(step, [])
@@ -81,12 +81,12 @@ class SimInFlightLog(InFlightLog):
         self._run_directory = run_directory
         self._audit = audit
 
-    def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
-        super().record_execution(step, nonce, first, last)
+    async def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
+        await super().record_execution(step, nonce, first, last)
         self._run_directory.logged[step] = max(last, self._run_directory.logged.get(step, 0))
 
-    def record_closed(self, step: int, session_id: str) -> None:
-        super().record_closed(step, session_id)
+    async def record_closed(self, step: int, session_id: str) -> None:
+        await super().record_closed(step, session_id)
         self._audit.closes(session_id, self.awaits_result)
 
 
@@ -97,13 +97,13 @@ class _Disk:
         self._run_directory = run_directory
         self._trainer = trainer
 
-    def append(self, step: int, line: str) -> None:
+    async def append(self, step: int, lines: str) -> None:
         self._trainer.require_alive()
-        self._run_directory.append(step, line)
+        self._run_directory.append(step, lines)
 
-    def read(self, step: int) -> list[str]:
+    async def read(self, step: int) -> list[str]:
         return self._run_directory.read(step)
 
-    def delete(self, step: int) -> None:
+    async def delete(self, step: int) -> None:
         self._trainer.require_alive()
         self._run_directory.delete(step)

@@ -179,12 +179,12 @@ class Gateways:
 class NoLines:
     """Keeps no records, as a machine that was lost: every session that a manifest names may be open."""
 
-    def append(self, step: int, line: str) -> None: ...
+    async def append(self, step: int, lines: str) -> None: ...
 
-    def read(self, step: int) -> list[str]:
+    async def read(self, step: int) -> list[str]:
         return []
 
-    def delete(self, step: int) -> None: ...
+    async def delete(self, step: int) -> None: ...
 
 
 class Bench:

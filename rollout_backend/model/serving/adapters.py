@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_wrapper.contract import Identifier
 from rollout_backend.base.atomic_file import write_file
+from rollout_backend.base.disk import call_disk
 from rollout_backend.config import EngineName, RolloutConfig, ServingConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
@@ -116,25 +117,25 @@ class AdapterStore:
         self._check(folder)
         return Adapter(name, weights)
 
-    def commit(self, adapter: Adapter) -> None:
+    async def commit(self, adapter: Adapter) -> None:
         """Record this version as the newest. Raises ServingError if that fails."""
-        self._write({**self.loaded, adapter.name: adapter})
+        await self._write({**self.loaded, adapter.name: adapter})
 
-    def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Record that an adapter was unloaded. Raises ServingError if that fails."""
-        self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
+        await self._write({other: adapter for other, adapter in self.loaded.items() if other != name})
 
     def _check(self, folder: Path) -> None:
         check_adapter(folder, ModelFolder(self._model.weight_folder), self._serving)
 
-    def _write(self, loaded: dict[str, Adapter]) -> None:
+    async def _write(self, loaded: dict[str, Adapter]) -> None:
         last = {**self._last, **{name: adapter.version for name, adapter in loaded.items()}}
         record = {
             name: {"version": version} | (_record(loaded[name]) if name in loaded else {})
             for name, version in last.items()
         }
         try:
-            write_file(self._file, json.dumps(record).encode())
+            await call_disk(lambda: write_file(self._file, json.dumps(record).encode()))
         except OSError as error:
             raise ServingError(f"the adapters could not be recorded in {self._file}: {error}") from None
         self._last, self.loaded = last, loaded

@@ -152,7 +152,7 @@ class EngineRouting:
                 log.warning("the server %s may hold its calls: %s", url, failure)
         await self._resume_additions()
 
-    async def update_weights(self, weights: Weights, commit: Callable[[], None]) -> Mapping[str, str]:
+    async def update_weights(self, weights: Weights, commit: Callable[[], Awaitable[None]]) -> Mapping[str, str]:
         """Serve these weights from now on. Restart the engines that did not load them, and return their names with
         the reasons.
 
@@ -176,7 +176,7 @@ class EngineRouting:
             try:
                 not_loaded = await _on_each(engines, replace)
                 if len(not_loaded) < len(engines) or not engines:
-                    commit()
+                    await commit()
                     self.newest = weights
                 loaded = [engine for engine in engines if engine not in not_loaded]
                 failed = not_loaded | await _on_each(loaded, self._resume)
@@ -185,7 +185,7 @@ class EngineRouting:
         return {engine.name: why for engine, why in failed.items()}
 
     async def load_adapter(
-        self, adapter: Adapter, commit: Callable[[], None], announce: Callable[[], Awaitable[None]]
+        self, adapter: Adapter, commit: Callable[[], Awaitable[None]], announce: Callable[[], Awaitable[None]]
     ) -> Mapping[str, str]:
         """Serve this version of an adapter from now on. Return the engines that did not load it, with the reasons.
 
@@ -218,7 +218,7 @@ class EngineRouting:
                     # An engine whose answer was lost has it, and would refuse the next adapter of this name.
                     await _on_each(engines, lambda engine: unload_from_engine(engine.url, adapter, self.engine))
                     return {engine.name: why for engine, why in not_loaded.items()}
-                commit()
+                await commit()
                 self.adapters[adapter.name] = adapter
                 await announce()
                 loaded = [engine for engine in engines if engine not in not_loaded]

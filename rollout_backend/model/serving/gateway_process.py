@@ -3,7 +3,6 @@
 `gateway_fleet` runs several of them, here or on the machines of a Ray cluster.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import re
@@ -19,6 +18,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 
 from rollout_backend.base.addresses import host_port, is_loopback, local_address
+from rollout_backend.base.disk import call_disk
 from rollout_backend.config import GatewayConfig, RolloutConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.session_ends import HeartbeatReport
@@ -89,12 +89,11 @@ class GatewayProcess:
         """
         await self.stop()
         config = self._config
-        certificate = check_certificate(config.gateway)
         limit = config.gateway.startup_timeout_s
         # Prepare the journal first, because an earlier gateway may hold it and the port.
         try:
-            async with asyncio.timeout(limit):
-                self.journal_id = await asyncio.to_thread(journals.prepare, self._journal)
+            certificate = await call_disk(lambda: check_certificate(config.gateway), limit)
+            self.journal_id = await call_disk(lambda: journals.prepare(self._journal), limit)
         except ConfigError as error:
             raise StartupError(str(error)) from None
         except TimeoutError:

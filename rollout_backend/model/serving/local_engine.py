@@ -355,7 +355,7 @@ class LocalEngine:
                 body = {"new_version": "0"}
                 await control(f"{self.url}/update_weight_version", body, "set the version of its weights")
             except ServingError as error:
-                raise StartupError(f"{self._name}: {error}. {self._process.log_tail()}") from None
+                raise StartupError(f"{self._name}: {error}. {await self._process.describe_log()}") from None
 
     async def wait(self) -> str:
         assert self._process is not None, "not started"
@@ -366,7 +366,7 @@ class LocalEngine:
             await self._process.stop(_GRACE_S)
 
     async def log_tail(self) -> str:
-        return self._process.log_tail() if self._process is not None else ""
+        return await self._process.describe_log() if self._process is not None else ""
 
     @property
     def pid(self) -> int | None:

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from rollout_backend.base.disk import call_disk
 from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.core.adapter import NamedAdapter
 from rollout_backend.errors import ConfigError, ServingError, StartupError, WeightUpdateFailed
@@ -182,7 +184,8 @@ class ModelServing:
                 failed = await self.engines.routing.update_weights(weights, lambda: self._weights.commit(weights))
             finally:
                 paused_s = time.monotonic() - began
-                await asyncio.to_thread(self._weights.prune)
+                with contextlib.suppress(TimeoutError):
+                    await call_disk(self._weights.prune)
         if self._weights.current != weights:
             reasons = "; ".join(f"{engine}: {why}" for engine, why in failed.items())
             raise WeightUpdateFailed(
@@ -239,7 +242,7 @@ class ModelServing:
         async with self._updating:
             self.named_adapter(name)
             check_unused()
-            self._adapters.remove(name)
+            await self._adapters.remove(name)
             await self.gateways.set_adapters(self.adapters)
             await self.engines.routing.unload_adapter(name)
 

@@ -194,9 +194,11 @@ class Router:
                 raise StartupError(f"the router did not take the engine {url}: {job.get('message')}")
             if not worker and self._config.kind == "smg":
                 # smg forgets a failed job.
-                raise StartupError(f"the router did not take the engine {url}. {self._tail()}")
+                raise StartupError(f"the router did not take the engine {url}. {await self._tail()}")
             if time.monotonic() > deadline:
-                raise StartupError(f"the router did not take the engine {url} within {timeout_s:g} s. {self._tail()}")
+                raise StartupError(
+                    f"the router did not take the engine {url} within {timeout_s:g} s. {await self._tail()}"
+                )
             await asyncio.sleep(_POLL_S)
 
     async def remove(self, url: str, timeout_s: float = 10.0) -> None:
@@ -253,11 +255,12 @@ class Router:
                 return reply
         except (aiohttp.ClientError, TimeoutError) as error:
             raise StartupError(
-                f"the router did not answer {method} {path} ({str(error) or type(error).__name__}). {self._tail()}"
+                f"the router did not answer {method} {path} ({str(error) or type(error).__name__}). "
+                f"{await self._tail()}"
             ) from None
 
-    def _tail(self) -> str:
-        return self._process.log_tail() if self._process is not None else ""
+    async def _tail(self) -> str:
+        return await self._process.describe_log() if self._process is not None else ""
 
 
 class EngineDirectory:

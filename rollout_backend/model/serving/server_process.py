@@ -23,7 +23,8 @@ from pathlib import Path
 
 from agent_wrapper.shared.processes import wait_killed
 from rollout_backend.base.addresses import bound_port, host_port
-from rollout_backend.base.child_process import describe_sigkill, last_lines, oom_kills
+from rollout_backend.base.child_process import describe_sigkill, last_lines, oom_kills, open_log
+from rollout_backend.base.disk import call_disk
 from rollout_backend.errors import StartupError
 from rollout_backend.model.serving import process_group_guard
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _GUARD_S = 30.0
 _TAIL_LINES = 15
+_TAIL_S = 5.0
 _SEARCHED_LINES = 100
 _OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|cannot allocate memory|MemoryError", re.IGNORECASE)
 _OPEN_FILES = 65_536
@@ -142,14 +144,13 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Start the program. Raises StartupError if it cannot be executed."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        with await open_log(self.log) as output:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *self.argv,
                     stdin=asyncio.subprocess.PIPE if self._stdin is not None else asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     env=self._env,
                     start_new_session=True,
                     preexec_fn=_prepare_child,
@@ -179,12 +180,12 @@ class ServerProcess:
         deadline = time.monotonic() + timeout_s
         while not await healthy():
             if not self.running:
-                end = f"{self._cause()}{self.log_tail()}"
+                end = await self.describe_log(with_cause=True)
                 ended = ServerKilled if self.returncode == -signal.SIGKILL else StartupError
                 raise ended(f"{self.name} ended with code {self.returncode} before it was up. {end}")
             if time.monotonic() > deadline:
                 limit = f"{timeout_s:g} s ({setting})" if setting else f"{timeout_s:g} s"
-                raise StartupError(f"{self.name} was not healthy after {limit}. {self.log_tail()}")
+                raise StartupError(f"{self.name} was not healthy after {limit}. {await self.describe_log()}")
             await asyncio.sleep(0.1)
 
     async def wait(self) -> int:
@@ -194,7 +195,7 @@ class ServerProcess:
 
     async def wait_ended(self) -> str:
         """Wait until the process has ended. Return how it ended, with the end of its log."""
-        return f"ended with code {await self.wait()}. {self._cause()}{self.log_tail()}"
+        return f"ended with code {await self.wait()}. {await self.describe_log(with_cause=True)}"
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Send SIGTERM to the process and its children, and SIGKILL after `grace_s`. Does nothing if it never ran.
@@ -217,8 +218,15 @@ class ServerProcess:
             await asyncio.shield(wait_killed(self._process, self.name))
             self._stopped = True
 
+    async def describe_log(self, with_cause: bool = False) -> str:
+        """Return `log_tail`, after the cause of the end if that is known and wanted."""
+        try:
+            return await call_disk(lambda: (self._cause() if with_cause else "") + self.log_tail(), _TAIL_S)
+        except TimeoutError:
+            return f"Its log, {self.log}, cannot be read: the disk does not answer"
+
     def log_tail(self) -> str:
-        """Return the end of the log, with its path, for an error message."""
+        """Return the end of the log, with its path, for an error message. Blocks."""
         lines = last_lines(self.log, _TAIL_LINES)
         if not lines:
             return f"Its log, {self.log}, is empty"

@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 
 from rollout_backend.base.addresses import host_port
 from rollout_backend.base.atomic_file import write_file
+from rollout_backend.base.disk import call_disk
 from rollout_backend.config import RolloutConfig, ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch
 from rollout_backend.model.serving.engine import PROBE, control_client
@@ -152,7 +153,7 @@ class WeightStore:
             shutil.rmtree(part, ignore_errors=True)
         return Weights.of(version, folder)
 
-    def commit(self, weights: Weights) -> None:
+    async def commit(self, weights: Weights) -> None:
         """Record these weights as the newest. Raises ServingError if that fails."""
         folder = str(weights.folder) if weights.folder is not None else None
         record = {
@@ -162,7 +163,7 @@ class WeightStore:
             "sampler": weights.sampler,
         }
         try:
-            write_file(self._file, json.dumps(record).encode())
+            await call_disk(lambda: write_file(self._file, json.dumps(record).encode()))
         except OSError as error:
             raise ServingError(f"the new weights could not be recorded in {self._file}: {error}") from None
         self._last, self.current = weights.version, weights

@@ -19,26 +19,23 @@ Invariants:
 - No file holds a secret, so the directory can be shared.
 - A step's records are written when it ends, even with an error. A killed process leaves the `STEP.running.jsonl` of
   each open step.
-- Results are written in a thread, so that a slow disk does not delay other results. If `_MAX_PENDING` results are
-  waiting, the caller writes.
-- A disk that hangs delays callers by at most `_DISK_S`, and never the end of the process.
+- A run writes in a thread, in order, and waits for it as `base.disk` allows. Of the results that wait to be written,
+  at most `_MAX_PENDING_BYTES` are in memory; the others are not copied.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import difflib
 import json
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
@@ -46,7 +43,7 @@ from pydantic_core import from_json, to_json
 from agent_wrapper.contract import ContractError, Rollout, unpack_artifacts
 from rollout_backend.base.addresses import is_loopback
 from rollout_backend.base.atomic_file import write_file
-from rollout_backend.base.logs import report_failure
+from rollout_backend.base.disk import Disk
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.earlier_batches import order_of
 from rollout_backend.core.tasks import Task, task_of
@@ -61,61 +58,14 @@ from rollout_backend.run.accounts.task_totals import TaskTotals
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
-
 CONFIG = "config.yaml"
 _INFO = "run.json"
 _TASKS, _REPORT, _RECORDS, _RUNNING = ".tasks.jsonl", ".json", ".rollouts.jsonl", ".running.jsonl"
 SUMMARY = ".summary.jsonl"
 # Limit for the results held in memory until they are written.
-_MAX_PENDING = 256
-_DISK_S = 60.0
-# A caller writes in the event loop.
-_CALLER_S = 5.0
+_MAX_PENDING_BYTES = 10**9
 _COMPARED = 10_000
 """Number of newest task ids that are compared with a mistyped id."""
-
-
-class _Writer:
-    """A thread that makes calls in their order. It is a daemon: if its disk hung, an executor's thread would hold up
-    the end of the process."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
-        done: Future[_T] = Future()
-        done.add_done_callback(report_failure("a write to output_dir"))
-
-        def make() -> None:
-            try:
-                done.set_result(call(*args, **more))
-            except BaseException as error:
-                done.set_exception(error)
-
-        with self._starting:
-            self._calls.put(make)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="archive", daemon=True)
-                self._thread.start()
-        return done
-
-    def end(self) -> None:
-        """End the thread once all calls are made. Another call starts it again."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while True:
-            if (call := self._calls.get()) is not None:
-                call()
-                continue
-            with self._starting:
-                if self._calls.empty():
-                    self._thread = None
-                    return
 
 
 class RunArchive:
@@ -133,14 +83,12 @@ class RunArchive:
         self.logs = run_dir / "logs"
         # Whether the last write failed and was logged.
         self._failing = False
-        self._writer = _Writer()
-        self.submit = self._writer.submit
-        # Whether a caller timed out waiting for the thread.
-        self._hangs = False
-        self._pending = 0
+        self._disk = Disk(run_dir)
+        self.submit, self.wait, self.close = self._disk.submit, self._disk.wait, self._disk.close
+        self._pending_bytes = 0
         self._info: RunInfo | None = None
         self._copies = LocalCopies(run_dir, copies_gb)
-        self._copying = threading.Lock()
+        self._counting = threading.Lock()
 
     def write_failed_start(self, config: RolloutConfig, start: RunStart, error: str) -> None:
         """Add a failed start to `run.json`. The settings of an earlier start are kept, so that the run can resume."""
@@ -174,7 +122,7 @@ class RunArchive:
         """Record that the last step's rollouts have ended: the run has then ended when its process exits."""
         if self._info is not None:
             self._info = self._info.with_last(last_step_ended=True)
-            self._write_info(self._info)
+            self.submit(self._write_info, self._info)
 
     def renew_info(self) -> None:
         """Renew the time of `run.json`, by which readers on other machines know that this process runs."""
@@ -233,33 +181,26 @@ class RunArchive:
 
     def write_rollout(self, rollout: Rollout, data: bytes) -> Future[bool]:
         """Write a result; `data` is its encoded form. The future's result is False if the write failed."""
-        path = self._result_file(rollout.step, rollout.rollout_id)
-        if self._pending >= _MAX_PENDING:
-            written: Future[bool] = Future()
-            written.set_result(self._write_copy(rollout.step, path, data, 0.0 if self._hangs else _CALLER_S))
-            return written
-        self._pending += 1
-        return self.submit(self._write_pending, rollout.step, path, data)
+        return self._copy(rollout.step, self._result_file(rollout.step, rollout.rollout_id), data)
 
-    def _write_pending(self, step: int, path: Path, data: bytes) -> bool:
-        # A count that is briefly off by one only shifts the limit.
-        self._pending -= 1
-        written = self._write_copy(step, path, data)
-        self._hangs = False
-        return written
+    def _copy(self, step: int, path: Path, data: bytes) -> Future[bool]:
+        with self._counting:
+            fits = self._pending_bytes + len(data) <= _MAX_PENDING_BYTES
+            self._pending_bytes += len(data) if fits else 0
+        if fits:
+            return self.submit(self._write_copy, step, path, data)
+        if not self._failing:
+            log.warning("%s does not answer: results are not copied there. S3 has them", self.run_dir)
+        self._failing = True
+        refused: Future[bool] = Future()
+        refused.set_result(False)
+        return refused
 
-    def _write_copy(self, step: int, path: Path, data: bytes, limit_s: float = -1) -> bool:
-        """Write one copy at a time. Wait for the previous copy for at most `limit_s`, by default without a limit."""
-        if not self._copying.acquire(timeout=limit_s):
-            if not self._hangs:
-                log.warning("%s does not answer: results are not copied there. S3 has them", self.run_dir)
-            self._hangs = True
-            return False
-        try:
-            if self._copies.make_room(step, len(data)):
-                return self.try_to_write(path, data)
-        finally:
-            self._copying.release()
+    def _write_copy(self, step: int, path: Path, data: bytes) -> bool:
+        with self._counting:
+            self._pending_bytes -= len(data)
+        if self._copies.make_room(step, len(data)):
+            return self.try_to_write(path, data)
         if not self._failing:
             log.warning(
                 "%s is not copied here: the copies of one step reach storage.local_copies_gb or the last tenth of "
@@ -271,7 +212,7 @@ class RunArchive:
 
     def write_artifacts(self, rollout: Rollout, data: bytes) -> None:
         """Write the artifacts of a rollout; `data` is their encoded form."""
-        self.submit(self._write_copy, rollout.step, self._artifacts_file(rollout), data)
+        self._copy(rollout.step, self._artifacts_file(rollout), data)
 
     def read_artifacts(self, rollout: Rollout) -> dict[str, bytes]:
         """Return the artifacts of a stored result, by name.
@@ -289,28 +230,6 @@ class RunArchive:
 
     def _artifacts_file(self, rollout: Rollout) -> Path:
         return self.run_dir / "artifacts" / f"{rollout.step:08d}" / Path(rollout.rollout_id).name
-
-    def close(self) -> None:
-        """Wait until all results are written, for at most `_DISK_S`."""
-        try:
-            self.submit(lambda: None).result(_DISK_S)
-        except TimeoutError:
-            self._report_hang()
-        self._writer.end()
-
-    async def wait(self, *writes: Future[Any]) -> None:
-        """Wait for submitted calls, for at most `_DISK_S`. After that, the run continues, and the calls may still
-        complete. Errors are logged when they occur."""
-        if writes and (await asyncio.wait(map(asyncio.wrap_future, writes), timeout=_DISK_S))[1]:
-            self._report_hang()
-
-    def _report_hang(self) -> None:
-        log.warning(
-            "%s has not answered for %g s: files of this run are missing or old until it does. S3 has the results; "
-            "look at the disk or the network file system",
-            self.run_dir,
-            _DISK_S,
-        )
 
     def write_report(self, report: StepReport) -> Path | None:
         """Write a step's report and return its path; None if the write failed."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from rollout_backend.agents.runtimes.base import AgentRuntime, open_runtime, runtime_class
+from rollout_backend.base.disk import call_disk
 from rollout_backend.config import AgentCoreConfig, RolloutConfig, RuntimeConfig
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult, Level, raise_problems
@@ -28,6 +29,9 @@ from rollout_backend.run.collect.presign import Presigner
 from rollout_backend.run.collect.queue import check_queue
 from rollout_backend.run.collect.store import ResultStore
 from rollout_backend.run.dispatch.ramp import check_ramp, startable_rollouts
+
+# Reading a model's files takes minutes on a slow disk.
+_MACHINE_S = 600.0
 
 
 class Preflight:
@@ -53,7 +57,7 @@ class Preflight:
         stack.push_async_callback(self.store.aclose)
         checks: list[Awaitable[list[CheckResult]]] = [self._check_bucket(), self._check_runtime(stack, engines)]
         if machine:
-            checks.append(asyncio.to_thread(check_machine, config, engines=engines))
+            checks.append(self._check_machine(engines))
         if engines:
             checks.append(self._check_engines())
         # Wait for every check, so that none outlives what `stack` closes.
@@ -66,6 +70,14 @@ class Preflight:
                 self.findings.append(await check_queue(config.queue, config.aws))
             except RolloutBackendError as error:
                 self.findings.append(CheckResult.of_error("queue.url", error))
+
+    async def _check_machine(self, engines: bool) -> list[CheckResult]:
+        try:
+            return await call_disk(lambda: check_machine(self._config, engines=engines), _MACHINE_S)
+        except TimeoutError:
+            where = f"output_dir ({self._config.output_dir}) and model.path ({self._config.model.path})"
+            message = f"the checks of this machine took longer than {_MACHINE_S:g} s: look at the disks of {where}"
+            return [CheckResult("problem", "output_dir", message)]
 
     async def _check_engines(self) -> list[CheckResult]:
         try:

@@ -13,9 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from rollout_backend.agents.runtimes.base import AgentRuntime, SessionCalls
+from rollout_backend.base.child_process import open_log
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import RuntimeCallError
 from rollout_backend.run.collect.queue import AnnouncementQueue
@@ -42,7 +43,7 @@ class Janitor:
         makes_queue = config.uses_queue and config.queue.url is None
         if not config.janitor.enabled or not (makes_queue or runtime.cleanup_spec() is not None):
             return cls(None)
-        janitor = cls(await asyncio.to_thread(_spawn, log_file))
+        janitor = cls(await asyncio.to_thread(_spawn, log_file, await open_log(log_file)))
         janitor._report({"run": _run(config, lease, runtime)})
         return janitor
 
@@ -129,10 +130,9 @@ class WatchedRuntime:
         self._runtime.adopt(session_id, payload)
 
 
-def _spawn(log_file: Path) -> subprocess.Popen[bytes] | None:
-    log_file.parent.mkdir(parents=True, exist_ok=True)
+def _spawn(log_file: Path, opened: BinaryIO) -> subprocess.Popen[bytes] | None:
     argv = [sys.executable, "-m", "rollout_backend.run.janitor", str(os.getpid())]
-    with log_file.open("ab") as output:
+    with opened as output:
         try:
             process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True

@@ -23,6 +23,7 @@ from typing import Any
 import msgpack
 
 from agent_wrapper.shared.processes import MARK, boot_clock, end_marked, kill_group, new_mark, wait_killed
+from rollout_backend.base.child_process import open_log
 from rollout_backend.base.logs import report_failure
 from rollout_backend.config import ScoringConfig
 from rollout_backend.errors import ConfigError
@@ -166,8 +167,7 @@ class _Worker:
                 answer.set_exception(ScoringError("the scorer's process was killed, since another call hung in it"))
 
     async def _start(self) -> dict[str, Any]:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        with await open_log(self._log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

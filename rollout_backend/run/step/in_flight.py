@@ -6,9 +6,12 @@ Invariants:
   session without a record was never opened, and a session that is recorded but not stopped may be open;
 - a session is recorded as running after its agent has accepted the rollout, and as closed before its stop is sent.
   So a session that is running and not closed still runs, has published a result, or died;
-- if a record cannot be written, the step's records are deleted: every session in the manifest then counts as open.
+- if a record cannot be written, the step's records are deleted and its manifest says that they are incomplete: every
+  session in the manifest then counts as open;
+- a disk that does not answer delays a step by the limit of `base.disk`, once.
 """
 
+import asyncio
 import errno
 import logging
 import os
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollout_backend.base.disk import Disk
 
 # The janitor appends to files with this suffix when it stops the sessions of a dead run.
 SUFFIX = ".in-flight"
@@ -81,64 +86,49 @@ class OpenSessions:
 
 
 class StepLines(Protocol):
-    """Lines of text for each step that outlive this process."""
+    """Lines of text for each step that outlive this process. The methods end in time."""
 
-    def append(self, step: int, line: str) -> None:
+    async def append(self, step: int, lines: str) -> None:
         """Raises OSError."""
         ...
 
-    def read(self, step: int) -> Iterable[str]: ...
+    async def read(self, step: int) -> Iterable[str]: ...
 
-    def delete(self, step: int) -> None: ...
+    async def delete(self, step: int) -> None:
+        """Raises OSError."""
+        ...
 
 
 class StepFiles:
-    """One file per step, in a folder."""
+    """One file per step, in a folder. A disk that does not answer counts as one that refuses."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._descriptors: dict[int, int] = {}
+        self._disk = Disk(folder)
 
-    def append(self, step: int, line: str) -> None:
+    async def append(self, step: int, lines: str) -> None:
         # The line break comes first, because the last line may be truncated if its writer was killed.
-        data = f"\n{line}".encode()
-        # Each rollout writes four lines, and opening the file takes four times as long as the other calls. Without
-        # links, the file was deleted.
-        descriptor = self._descriptors.get(step)
-        if descriptor is None or not os.fstat(descriptor).st_nlink:
-            descriptor = self._open(step)
-        if os.write(descriptor, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        await self._disk.call(_append, self._path(step), f"\n{lines}".encode())
 
-    def _open(self, step: int) -> int:
-        self._close(step)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path(step), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._descriptors[step] = descriptor
-        return descriptor
-
-    def _close(self, step: int) -> None:
-        descriptor = self._descriptors.pop(step, None)
-        if descriptor is not None:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        for step in [*self._descriptors]:
-            self._close(step)
-
-    def read(self, step: int) -> list[str]:
+    async def read(self, step: int) -> list[str]:
         try:
-            return self._path(step).read_text(errors="replace").split("\n")
+            return (await self._disk.call(self._path(step).read_text, errors="replace")).split("\n")
         # Without records, every session that the manifest names counts as open.
         except OSError:
             return []
 
-    def delete(self, step: int) -> None:
-        self._close(step)
-        self._path(step).unlink(missing_ok=True)
+    async def delete(self, step: int) -> None:
+        await self._disk.call(self._path(step).unlink, missing_ok=True)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"{step:08d}{SUFFIX}"
+
+
+def _append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class InFlightLog:
@@ -146,26 +136,30 @@ class InFlightLog:
 
     def __init__(self, lines: StepLines) -> None:
         self._lines = lines
+        # By step: the lines that the next write takes, and the last write.
+        self._unwritten: dict[int, list[str]] = {}
+        self._writes: dict[int, asyncio.Task[None]] = {}
+        # Steps whose records could not be written.
         self._silent: set[int] = set()
         self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
-    def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
+    async def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
         """Record that an execution of the step starts and may make these attempts."""
-        self._write(step, _Line(execution=_Execution(nonce=nonce, boot=self._boot, first=first, last=last)))
+        await self._record(step, _Line(execution=_Execution(nonce=nonce, boot=self._boot, first=first, last=last)))
 
-    def record_invoked(self, step: int, session_id: str) -> None:
+    async def record_invoked(self, step: int, session_id: str) -> None:
         """Record a session before its first invoke."""
-        self._write(step, _Line(invoked=session_id))
+        await self._record(step, _Line(invoked=session_id))
 
-    def record_stopped(self, step: int, session_id: str) -> None:
+    async def record_stopped(self, step: int, session_id: str) -> None:
         """Record that a session's stop has succeeded."""
-        self._write(step, _Line(stopped=session_id))
+        await self._record(step, _Line(stopped=session_id))
 
-    def open_sessions(self, step: int, nonce: str) -> OpenSessions:
+    async def open_sessions(self, step: int, nonce: str) -> OpenSessions:
         """Return the recorded sessions of the step with this nonce that may be open."""
         session_ids: dict[str, None] = {}
         complete_attempts: set[int] = set()
-        for line in self._read(step):
+        for line in await self._read(step):
             if line.execution is not None and (line.execution.nonce, line.execution.boot) == (nonce, self._boot):
                 complete_attempts.update(range(line.execution.first, line.execution.last + 1))
             if line.invoked is not None:
@@ -176,44 +170,63 @@ class InFlightLog:
                 session_ids.pop(line.stopped, None)
         return OpenSessions(list(session_ids), frozenset(complete_attempts))
 
-    def record_running(self, step: int, attempt: InFlightAttempt) -> None:
+    async def record_running(self, step: int, attempt: InFlightAttempt) -> None:
         """Record that an agent has accepted its rollout."""
-        self._write(step, _Line(running=attempt))
+        await self._record(step, _Line(running=attempt))
 
-    def record_closed(self, step: int, session_id: str) -> None:
+    async def record_closed(self, step: int, session_id: str) -> None:
         """Record that a session is being closed, before its stop is sent."""
-        self._write(step, _Line(closed=session_id))
+        await self._record(step, _Line(closed=session_id))
 
-    def running_attempts(self, step: int) -> list[InFlightAttempt]:
+    async def running_attempts(self, step: int) -> list[InFlightAttempt]:
         """Return the running attempts recorded by this trainer or earlier ones, in order."""
         found: dict[str, InFlightAttempt] = {}
-        for line in self._read(step):
+        for line in await self._read(step):
             if line.running is not None:
                 found[line.running.session_id] = line.running
             elif line.closed is not None:
                 found.pop(line.closed, None)
         return list(found.values())
 
-    def _read(self, step: int) -> Iterable[_Line]:
-        return filter(None, map(_Line.read, self._lines.read(step)))
+    async def _read(self, step: int) -> Iterable[_Line]:
+        return filter(None, map(_Line.read, await self._lines.read(step)))
 
-    def delete(self, step: int) -> None:
+    def is_complete(self, step: int) -> bool:
+        """Return False if records of the step could not be written."""
+        return step not in self._silent
+
+    async def delete(self, step: int) -> None:
         """Delete the records of a step, because its sessions are all closed or the records cannot be written."""
+        self._writes.pop(step, None)
         try:
-            self._lines.delete(step)
+            await self._lines.delete(step)
         # A restarted trainer closes these sessions again.
         except OSError as error:
             log.warning("the in-flight records of step %d cannot be deleted: %s", step, error)
 
-    def _write(self, step: int, line: _Line) -> None:
+    async def _record(self, step: int, line: _Line) -> None:
+        """Return once the line is written, or the disk has refused it."""
+        if step in self._silent:
+            return
+        lines = self._unwritten.setdefault(step, [])
+        lines.append(line.model_dump_json(exclude_none=True))
+        # The lines that arrive during a write are written together.
+        if len(lines) == 1:
+            self._writes[step] = asyncio.create_task(self._write(step, self._writes.get(step)))
+        await asyncio.shield(self._writes[step])
+
+    async def _write(self, step: int, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None and not previous.done():
+            await asyncio.wait([previous])
+        lines = self._unwritten.pop(step)
         if step in self._silent:
             return
         try:
-            self._lines.append(step, line.model_dump_json(exclude_none=True))
+            await self._lines.append(step, "\n".join(lines))
         except OSError as error:
             log.warning(
                 "running agents cannot be recorded (%s): a restarted trainer would dispatch their rollouts again",
                 error,
             )
             self._silent.add(step)
-            self.delete(step)
+            await self.delete(step)

@@ -89,6 +89,15 @@ class StepPlan:
         if self._recorded is None or nth > self._recorded.attempts:
             await self.retry(self.record)
 
+    async def report_log(self) -> None:
+        """Record whether the in-flight log lacks sessions. Raises StoreError at the step's deadline."""
+        if self.services.in_flight.is_complete(self.manifest.step):
+            return
+        if self.manifest.is_logged:
+            self.manifest = self.manifest.model_copy(update={"is_logged": False})
+        if self._recorded is None or self._recorded.is_logged:
+            await self.retry(self.record)
+
     async def record_closed(self, attempts: int) -> bool:
         """Record in S3 that the sessions of the first `attempts` attempts and of replaced steps are closed. Return
         False if S3 does not take the record."""
@@ -110,7 +119,7 @@ class StepPlan:
                 await self.services.manifests.write(newest)
                 if not self._recorded or newest.attempts > self._recorded.attempts:
                     first, last = newest.attempts_before + 1, newest.attempts_before + newest.attempts
-                    self.services.in_flight.record_execution(newest.step, newest.nonce, first, last)
+                    await self.services.in_flight.record_execution(newest.step, newest.nonce, first, last)
                 self._recorded = newest
 
     async def retry(self, call: Callable[[], Awaitable[_T]]) -> _T:

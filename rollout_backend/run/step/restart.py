@@ -65,19 +65,16 @@ async def resume(before: Manifest | None, results: StepResults, context: StepCon
     """
     services, sessions, manifest = context.services, context.sessions, context.plan.manifest
     step, rollouts = context.request.step, results.rollouts
-    records = services.in_flight.running_attempts(step)
-    in_flight = services.in_flight.open_sessions(step, manifest.nonce).session_ids
+    records = await services.in_flight.running_attempts(step)
+    in_flight = (await services.in_flight.open_sessions(step, manifest.nonce)).session_ids
     # An agent of another protocol may have finished in time while no trainer was running to read its result.
     since = services.wall() if services.dispatcher.source is None else -math.inf
     # Read this before the results: another manager may take over in between, and deletes the records at its end.
-    left_open = [
-        session_id
-        for earlier in (() if before is None else (before, *before.replaced))
+    left_open: list[str] = []
+    for earlier in () if before is None else (before, *before.replaced):
+        logged = (await services.in_flight.open_sessions(step, earlier.nonce)).complete_attempts
         # A session stays open after its rollout has finished.
-        for session_id in earlier.open_sessions(
-            besides=services.in_flight.open_sessions(step, earlier.nonce).complete_attempts
-        )
-    ]
+        left_open += earlier.open_sessions(besides=logged if earlier.is_logged else ())
     attempts = resumable_attempts(before, manifest, records, since)
     adopted = [rollouts[rollout_id] for rollout_id in attempts]
     # Adopt first, so that the results of these attempts count.

@@ -231,9 +231,10 @@ class RolloutTask:
             claims = self._claims(attempt, session_id)
             presigner = self._services.presigner
             urls = await presigner.urls(claims) if presigner is not None else None
+            await context.sessions.register(session_id)
+            await context.plan.report_log()
             if not self.entry.awaits_result:
                 return False
-            context.sessions.register(session_id)
             bind_log_fields(session=session_id)
             times, now = self._services.config.timeouts, asyncio.get_running_loop().time()
             agent_s = min(times.agent_s, self.task.agent_s or times.agent_s)
@@ -255,7 +256,7 @@ class RolloutTask:
                 raise
         self.entry.accept()
         if self.entry.phase is Phase.RUNNING:
-            self._watch_agent()
+            await self._watch_agent()
         return True
 
     def _claims(self, attempt: int, session_id: str) -> SessionClaims:
@@ -272,7 +273,7 @@ class RolloutTask:
             adapter=request.adapter,
         )
 
-    def _watch_agent(self) -> None:
+    async def _watch_agent(self) -> None:
         """Record an agent that has accepted the rollout, and watch it."""
         entry, to_wall = self.entry, -self._wall_to_loop()
         assert entry.session_id is not None
@@ -285,10 +286,10 @@ class RolloutTask:
             began=entry.began + to_wall,
             deadline=entry.deadline + to_wall,
         )
-        self._services.in_flight.record_running(self.context.request.step, attempt)
         self._services.heartbeats.expect(entry.session_id)
         self.watch_time()
         self._services.session_ends.watch(entry.session_id, self._on_session_end)
+        await self._services.in_flight.record_running(self.context.request.step, attempt)
 
     def _on_session_end(self, end: SessionEnd) -> None:
         self.entry.end_session(end)

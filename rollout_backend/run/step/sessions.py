@@ -42,10 +42,10 @@ class StepSessions:
         self._revoke_timer: asyncio.TimerHandle | None = None
         self.closing: set[asyncio.Task[None]] = set()
 
-    def register(self, session_id: str) -> None:
+    async def register(self, session_id: str) -> None:
         """Record a session that is about to be invoked, and watch for its heartbeats."""
         if session_id not in self.known:
-            self.services.in_flight.record_invoked(self.ledger.step, session_id)
+            await self.services.in_flight.record_invoked(self.ledger.step, session_id)
         self.watch(session_id)
 
     async def adopt(self, session_ids: Collection[str]) -> None:
@@ -92,13 +92,13 @@ class StepSessions:
         """Stop a session and revoke its key, because an agent that the stop does not reach must not keep sampling."""
         if self.leave_open:
             return
-        self.services.in_flight.record_closed(self.ledger.step, session_id)
+        await self.services.in_flight.record_closed(self.ledger.step, session_id)
         self._unwatch([session_id])
         self._add_to_revoke([session_id])
         if self._to_revoke and self._revoke_timer is None:
             self._revoke_timer = asyncio.get_running_loop().call_later(_TOGETHER_S, self._revoke_later)
         if await self.services.dispatcher.close(session_id, self.ledger, call):
-            self.services.in_flight.record_stopped(self.ledger.step, session_id)
+            await self.services.in_flight.record_stopped(self.ledger.step, session_id)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Revoke the keys of these sessions and all pending ones, each once."""

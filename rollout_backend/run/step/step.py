@@ -252,7 +252,7 @@ class Step:
         if sessions.earlier_known and not sessions.leave_open and not self.ledger.unclosed_sessions:
             manifest = self._plan.manifest
             if not running or await self._plan.record_closed(manifest.attempts_before + manifest.attempts):
-                self._services.in_flight.delete(self.step)
+                await self._services.in_flight.delete(self.step)
 
     async def _leave(self) -> None:
         """Cancel this step's tasks without changing sessions, manifest or records."""

@@ -38,7 +38,7 @@ from agent_wrapper.contract import (
     artifacts_key,
     unpack_artifacts,
 )
-from agent_wrapper.runner import in_thread
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base import aws
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.model_call import ApiError, ModelCall

@@ -36,13 +36,13 @@ class Lines:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def append(self, step: int, line: str) -> None:
-        self.lines.append(line)
+    async def append(self, step: int, lines: str) -> None:
+        self.lines += lines.split("\n")
 
-    def read(self, step: int) -> list[str]:
+    async def read(self, step: int) -> list[str]:
         return [*self.lines]
 
-    def delete(self, step: int) -> None: ...
+    async def delete(self, step: int) -> None: ...
 
 
 SOURCES = ("polled", "written", "reported")

@@ -168,21 +168,21 @@ async def test_new_weights_are_refused_with_adapters(config, tmp_path, model_fol
         await ModelServing(config, tmp_path).update_weights(model_folder)
 
 
-def test_the_versions_of_an_adapter_are_never_used_twice(config, save):
+async def test_the_versions_of_an_adapter_are_never_used_twice(config, save):
     store, folder = AdapterStore(config), save("adapter")
-    store.commit(store.prepare("a", folder))
-    store.commit(store.prepare("b", save("other")))
+    await store.commit(store.prepare("a", folder))
+    await store.commit(store.prepare("b", save("other")))
     with pytest.raises(ConfigError, match=r"2 adapters are loaded, and serving\.max_adapters is 2"):
         store.prepare("c", folder)
-    store.remove("b")
+    await store.remove("b")
     store = AdapterStore(config)  # a restarted trainer
     assert store.versions == {"a": 1}
     assert [store.prepare(name, folder).version for name in ("a", "b", "c")] == [2, 2, 1]
 
 
-def test_the_newest_adapters_must_still_be_there(config, save, tmp_path, make_config):
+async def test_the_newest_adapters_must_still_be_there(config, save, tmp_path, make_config):
     store, folder = AdapterStore(config), save("adapter")
-    store.commit(store.prepare("a", folder))
+    await store.commit(store.prepare("a", folder))
     with pytest.raises(ConfigError, match=r"has loaded the adapters a: set serving\.lora_rank"):
         AdapterStore(config.model_copy(update={"serving": ServingConfig()}))
     save("adapter", seed=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_backend.base import disk
 from rollout_backend.base.child_process import describe_sigkill, oom_kills
 from rollout_backend.errors import StartupError
 from rollout_backend.model.serving import server_process
@@ -50,6 +51,16 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not process.running
+
+
+async def test_a_log_on_a_disk_that_never_answers_costs_the_output_alone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "DISK_S", 0.05)
+    # Nobody opens the other end of the pipe.
+    os.mkfifo(log := tmp_path / "log")
+    process = ServerProcess("server", [sys.executable, "-c", "input()"], log, stdin=b"")
+    await process.start()
+    assert "its disk does not answer: the output is lost" in caplog.text
+    assert await process.wait() == 1
 
 
 async def test_a_stopped_process_gets_no_signal_later(tmp_path, monkeypatch):

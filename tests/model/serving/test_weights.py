@@ -165,10 +165,10 @@ async def test_an_engine_that_does_not_answer_is_a_failure(config, tmp_path):
             await load_weights(url, weights, serving)
 
 
-def test_the_newest_weights_must_still_be_there(config, tmp_path):
+async def test_the_newest_weights_must_still_be_there(config, tmp_path):
     folder = save(tmp_path / "checkpoint", 1.0)
     store = WeightStore(config)
-    store.commit(weights := store.prepare(folder))
+    await store.commit(weights := store.prepare(folder))
     again = WeightStore(config)
     assert again.current == weights
     assert again.prepare(folder).version == 2
@@ -185,9 +185,9 @@ def test_the_newest_weights_must_still_be_there(config, tmp_path):
         WeightStore(config)
 
 
-def test_weights_in_memory_end_with_the_trainer_and_their_version_is_not_used_again(config, tmp_path, caplog):
+async def test_weights_in_memory_end_with_the_trainer_and_their_version_is_not_used_again(config, tmp_path, caplog):
     store = WeightStore(config)
-    store.commit(Weights(1, None))
+    await store.commit(Weights(1, None))
     restarted = WeightStore(config)
     assert restarted.current is None
     assert "version 1 of the weights was only in the memory of an earlier trainer" in caplog.text

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent_wrapper.contract import Outcome, Rollout
+from rollout_backend.base import disk
 from rollout_backend.run.accounts import archive as archive_module
 from rollout_backend.run.accounts.archive import RunArchive
 from rollout_backend.run.accounts.step_report import StepResult
@@ -101,8 +102,8 @@ def test_a_step_that_planned_nothing_keeps_earlier_records(archive):
 @pytest.fixture
 def hung(tmp_path, monkeypatch):
     """An archive on a disk that does not answer until `free` is set, of which little may wait."""
-    for name, value in {"_DISK_S": 0.05, "_CALLER_S": 0.05, "_MAX_PENDING": 1}.items():
-        monkeypatch.setattr(archive_module, name, value)
+    monkeypatch.setattr(disk, "DISK_S", 0.05)
+    monkeypatch.setattr(archive_module, "_MAX_PENDING_BYTES", len(b"second"))
     free, begun = threading.Event(), threading.Event()
 
     def write(path: Path, data: bytes) -> None:
@@ -133,5 +134,5 @@ async def test_a_disk_that_hangs_holds_up_neither_a_step_nor_the_end_of_a_run(hu
 def test_a_defect_in_the_writers_thread_is_logged(archive, caplog):
     archive.submit(lambda: 1 // 0)
     archive.close()
-    assert "a write to output_dir has failed" in caplog.text
+    assert f"a call of the disk of {archive.run_dir} has failed" in caplog.text
     assert "ZeroDivisionError" in caplog.text

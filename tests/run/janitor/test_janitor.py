@@ -1,5 +1,6 @@
 """Runs that die without a word, and what is left: real processes, real SQS and S3, the sessions of the emulator."""
 
+import asyncio
 import json
 import os
 import select
@@ -163,7 +164,7 @@ class Cloud:
         """The run's notes, with one of an agent at work."""
         notes = InFlightLog(StepFiles(Path(self.settings["output_dir"]) / self.settings["run_id"] / "steps"))
         attempt = InFlightAttempt(session_id=sid("a"), rollout_id="r", attempt=1, began=0.0, deadline=1.0)
-        notes.record_running(0, attempt)
+        asyncio.run(notes.record_running(0, attempt))
         return notes
 
     @property
@@ -225,8 +226,8 @@ def test_a_killed_run_leaves_no_queue_and_no_session(start, cloud):
     until(lambda: not cloud.queues, what="the queues are gone")
     until(lambda: not cloud.sessions, what="the sessions are stopped")
     until(lambda: not janitors_of(manager.pid), what="the janitor is gone")
-    assert notes.running_attempts(0) == []  # a restarted run need not wait for them
-    assert notes.open_sessions(0, "nonce").session_ids == []  # nor stop them
+    assert asyncio.run(notes.running_attempts(0)) == []  # a restarted run need not wait for them
+    assert asyncio.run(notes.open_sessions(0, "nonce")).session_ids == []  # nor stop them
     assert f"(process {manager.pid}) is dead: 1 queues and 2 sessions are left" in cloud.log
     assert "stopped 2 of 2 sessions" in cloud.log
     assert janitor != manager.pid
@@ -275,7 +276,7 @@ def test_a_restarted_run_keeps_its_queue_and_sessions_and_its_end_takes_its_jani
     second = start(janitor={"grace_s": 600})
     os.kill(janitor, signal.SIGCONT)
     until(lambda: not janitors_of(first.pid), what="the first janitor is gone")
-    assert notes.running_attempts(0)
+    assert asyncio.run(notes.running_attempts(0))
     assert "was started again" in (log := cloud.log)
     assert cloud.queues == {"", "-dlq"}
     assert cloud.sessions == {sid("e")}

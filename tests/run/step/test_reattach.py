@@ -64,9 +64,12 @@ def kill_in_the_middle(work, restart, tmp_path):
         running = bench.start(*tasks, behave=lambda agents, request: work.behave(agents, request))
         second = sorted(f"{task}.1" for task in tasks)
         await eventually(lambda: len(bench.kept) == len(tasks))
-        await eventually(
-            lambda: sorted(each.rollout_id for each in bench.services.in_flight.running_attempts(0)) == second
-        )
+
+        async def second_run() -> bool:
+            recorded = await bench.services.in_flight.running_attempts(0)
+            return sorted(each.rollout_id for each in recorded) == second
+
+        await eventually(second_run)
         left = [request for request in bench.agents.requests if request.rollout_id.endswith(".1")]
         await kill(bench, running, tmp_path)
         restart(bench, **how)
@@ -124,6 +127,19 @@ async def test_with_another_gateway_everything_is_closed_and_runs_again(open_ben
     assert request.session_id in bench.revoked
 
 
+async def test_sessions_that_an_incomplete_log_lacks_are_closed(open_bench, work, kill_in_the_middle, tmp_path):
+    bench = await open_bench()
+    [request] = await kill_in_the_middle(bench, "a")
+    # The disk stopped answering after the first line, the execution's, and did not answer before the kill.
+    records = tmp_path / "steps" / "00000000.in-flight"
+    [execution] = [line for line in records.read_text().splitlines() if "execution" in line]
+    records.write_text(execution)
+    await bench.put(bench.manifest_key, json.dumps({**await bench.manifest(), "is_logged": False}).encode())
+    work.go.set()
+    await bench.run("a")
+    assert request.session_id in bench.agents.stopped
+
+
 async def test_a_running_agent_keeps_its_slot(open_bench, work, kill_in_the_middle):
     bench = await open_bench("runtime.max_sessions=2")
     running_agents = await kill_in_the_middle(bench, "a", "b")
@@ -149,60 +165,60 @@ def note(session: str, attempt: int = 1) -> InFlightAttempt:
     return InFlightAttempt(session_id=session, rollout_id="a.0", attempt=attempt, began=1.0, deadline=2.0)
 
 
-def test_an_invoked_session_that_was_not_stopped_may_be_open(tmp_path):
+async def test_an_invoked_session_that_was_not_stopped_may_be_open(tmp_path):
     notes = InFlightLog(StepFiles(tmp_path))
-    notes.record_execution(0, "nonce", first=1, last=1)
+    await notes.record_execution(0, "nonce", first=1, last=1)
     for session in ("s1", "s2", "s3"):
-        notes.record_invoked(0, session)
-    notes.record_running(0, note("s2"))
-    notes.record_closed(0, "s1")
-    notes.record_stopped(0, "s1")
-    notes.record_closed(0, "s2")  # and then the trainer was killed
-    left = InFlightLog(StepFiles(tmp_path)).open_sessions(0, "nonce")
+        await notes.record_invoked(0, session)
+    await notes.record_running(0, note("s2"))
+    await notes.record_closed(0, "s1")
+    await notes.record_stopped(0, "s1")
+    await notes.record_closed(0, "s2")  # and then the trainer was killed
+    left = await InFlightLog(StepFiles(tmp_path)).open_sessions(0, "nonce")
     assert left.session_ids == ["s2", "s3"]
     assert left.complete_attempts == {1}
-    notes.record_execution(0, "nonce", first=1, last=3)  # it needs further attempts
-    notes.record_execution(0, "nonce", first=8, last=8)  # those from 4 to 7 were made on another machine
-    assert notes.open_sessions(0, "nonce").complete_attempts == {1, 2, 3, 8}
-    assert notes.open_sessions(0, "another step's").complete_attempts == frozenset()
-    assert notes.open_sessions(1, "nonce").session_ids == []
+    await notes.record_execution(0, "nonce", first=1, last=3)  # it needs further attempts
+    await notes.record_execution(0, "nonce", first=8, last=8)  # those from 4 to 7 were made on another machine
+    assert (await notes.open_sessions(0, "nonce")).complete_attempts == {1, 2, 3, 8}
+    assert (await notes.open_sessions(0, "another step's")).complete_attempts == frozenset()
+    assert (await notes.open_sessions(1, "nonce")).session_ids == []
 
 
-def test_after_a_reboot_the_log_names_sessions_but_is_not_complete(tmp_path):
+async def test_after_a_reboot_the_log_names_sessions_but_is_not_complete(tmp_path):
     notes = InFlightLog(StepFiles(tmp_path))
     notes._boot = "before"
-    notes.record_execution(0, "nonce", first=1, last=1)
-    notes.record_invoked(0, "s1")
-    left = InFlightLog(StepFiles(tmp_path)).open_sessions(0, "nonce")
+    await notes.record_execution(0, "nonce", first=1, last=1)
+    await notes.record_invoked(0, "s1")
+    left = await InFlightLog(StepFiles(tmp_path)).open_sessions(0, "nonce")
     assert (left.session_ids, left.complete_attempts) == (["s1"], frozenset())
 
 
-def test_a_truncated_line_hides_no_other(tmp_path):
-    InFlightLog(StepFiles(tmp_path)).record_running(0, note("s1"))
+async def test_a_truncated_line_hides_no_other(tmp_path):
+    await InFlightLog(StepFiles(tmp_path)).record_running(0, note("s1"))
     with (tmp_path / "00000000.in-flight").open("a") as file:
         file.write('\n{"closed": "s')
-    InFlightLog(StepFiles(tmp_path)).record_running(0, note("s2"))
-    assert InFlightLog(StepFiles(tmp_path)).running_attempts(0) == [note("s1"), note("s2")]
+    await InFlightLog(StepFiles(tmp_path)).record_running(0, note("s2"))
+    assert await InFlightLog(StepFiles(tmp_path)).running_attempts(0) == [note("s1"), note("s2")]
 
 
-def test_a_record_is_written_after_its_file_was_deleted(tmp_path):
+async def test_a_record_is_written_after_its_file_was_deleted(tmp_path):
     notes = InFlightLog(StepFiles(tmp_path / "steps"))
-    notes.record_running(0, note("s1"))
+    await notes.record_running(0, note("s1"))
     shutil.rmtree(tmp_path / "steps")
-    notes.record_running(0, note("s2"))
-    assert InFlightLog(StepFiles(tmp_path / "steps")).running_attempts(0) == [note("s2")]
+    await notes.record_running(0, note("s2"))
+    assert await InFlightLog(StepFiles(tmp_path / "steps")).running_attempts(0) == [note("s2")]
 
 
-def test_a_log_that_cannot_be_written_is_dropped(tmp_path, monkeypatch):
+async def test_a_log_that_cannot_be_written_is_dropped(tmp_path, monkeypatch):
     files = StepFiles(tmp_path)
     notes = InFlightLog(files)
-    notes.record_running(0, note("s1"))
+    await notes.record_running(0, note("s1"))
 
-    def full(step, line):
+    async def full(step, lines):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "append", full)
-    notes.record_closed(0, "s1")
+    await notes.record_closed(0, "s1")
     monkeypatch.undo()
-    notes.record_running(0, note("s2"))
-    assert notes.running_attempts(0) == []  # or the step would wait for the closed session
+    await notes.record_running(0, note("s2"))
+    assert await notes.running_attempts(0) == []  # or the step would wait for the closed session

@@ -11,10 +11,10 @@ import pytest
 
 from agent_wrapper.contract import Outcome, Sampling
 from builders import eventually, skip
+from rollout_backend.base import disk
 from rollout_backend.base.atomic_file import write_file
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ServingError
-from rollout_backend.run.accounts import archive
 from rollout_backend.run.accounts.archive import RunArchive
 from rollout_backend.run.step.in_flight import InFlightLog, StepFiles
 from step_bench import Agents, only
@@ -49,7 +49,7 @@ async def test_a_full_disk_costs_the_local_copies_alone(open_bench, tmp_path, ca
 
 
 async def test_a_disk_that_hangs_delays_a_step_by_the_archives_limit(open_bench, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(archive, "_DISK_S", 0.05)
+    monkeypatch.setattr(disk, "DISK_S", 0.05)
     free = threading.Event()
     bench = await open_bench()
     bench.replace(archive=RunArchive(tmp_path, lambda path, data: free.wait(120)))
@@ -61,9 +61,34 @@ async def test_a_disk_that_hangs_delays_a_step_by_the_archives_limit(open_bench,
     assert "has not answered for 0.05 s" in caplog.text
 
 
+async def test_a_disk_that_never_answers_costs_the_records_of_sessions_and_no_rollout(
+    open_bench, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(disk, "DISK_S", 0.05)
+    # Nobody opens the other end of the pipe, so the first call never returns.
+    records = tmp_path / "00000000.in-flight"
+    os.mkfifo(records)
+    bench, files = await open_bench(), StepFiles(tmp_path)
+    bench.replace(in_flight=InFlightLog(files))
+    logged = []
+
+    async def behave(agents, request):
+        logged.append((await bench.manifest())["is_logged"])
+        await agents.complete(request)
+
+    result = await bench.run("task-a", behave=behave)
+    assert completed(result) == 2
+    assert logged == [False, False], "a later trainer must not believe that unrecorded sessions were never opened"
+    other_end = os.open(records, os.O_RDWR)
+    records.unlink()
+    os.close(other_end)
+    await asyncio.wrap_future(files._disk.submit(lambda: None))
+    assert not records.exists(), "incomplete records are deleted once the disk answers"
+
+
 @pytest.mark.parametrize("refused", [frozenset({"append"}), frozenset({"append", "delete"}), frozenset({"delete"})])
 async def test_a_disk_that_refuses_the_records_of_sessions_ends_no_step(open_bench, tmp_path, monkeypatch, refused):
-    def refuse(*_: object) -> None:
+    async def refuse(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     bench, files = await open_bench(), StepFiles(tmp_path)

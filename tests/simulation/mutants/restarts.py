@@ -78,8 +78,8 @@ def in_flight_log_incomplete() -> Patch:
     """The log of invoked sessions is incomplete, so every session that might be open is stopped."""
     read = InFlightLog.open_sessions
 
-    def broken(self: InFlightLog, step: int, nonce: str) -> OpenSessions:
-        return replace(read(self, step, nonce), complete_attempts=frozenset())
+    async def broken(self: InFlightLog, step: int, nonce: str) -> OpenSessions:
+        return replace(await read(self, step, nonce), complete_attempts=frozenset())
 
     return patch.object(InFlightLog, "open_sessions", broken)
 
@@ -87,7 +87,10 @@ def in_flight_log_incomplete() -> Patch:
 @mutant
 def attempts_logged_after_acceptance() -> Patch:
     """Invokes that are in flight when the trainer is killed are not in the log."""
-    return patch.object(InFlightLog, "record_invoked", lambda *_: None)
+
+    async def broken(*_: object) -> None: ...
+
+    return patch.object(InFlightLog, "record_invoked", broken)
 
 
 @mutant
@@ -95,9 +98,9 @@ def sessions_logged_as_stopped_too_early() -> Patch:
     """A session is logged as stopped before its stop is sent."""
     closed = InFlightLog.record_closed
 
-    def broken(self: InFlightLog, step: int, session_id: str) -> None:
-        closed(self, step, session_id)
-        self.record_stopped(step, session_id)
+    async def broken(self: InFlightLog, step: int, session_id: str) -> None:
+        await closed(self, step, session_id)
+        await self.record_stopped(step, session_id)
 
     return patch.object(InFlightLog, "record_closed", broken)
 

@@ -114,7 +114,7 @@ def keys_revoked_with_the_step() -> Patch:
     """An agent that a stop does not reach keeps sampling until its step ends."""
 
     async def broken(self: StepSessions, session_id: str, call: CallKind = CallKind.STOP) -> None:
-        self.services.in_flight.record_closed(self.ledger.step, session_id)
+        await self.services.in_flight.record_closed(self.ledger.step, session_id)
         await self.services.dispatcher.close(session_id, self.ledger, call)
 
     return patch.object(StepSessions, "stop", broken)
