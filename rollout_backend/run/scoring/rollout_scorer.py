@@ -4,14 +4,20 @@ Invariants:
 
 - A rollout has one score per scorer and private part. It is written to S3 once, before it counts, so a restarted
   trainer trains the reward that its predecessor recorded, even if the scorer is not deterministic.
+- A scorer that fails is retried with the same result; the rollout is not run again. A result that is not scored in
+  time ends as infra_error, never with a reward of 0.
 - The private part leaves this machine only as a digest, in the name of a key that agents cannot read.
 """
 
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+from tenacity import wait_exponential_jitter
+from tenacity.wait import WaitBaseT
 
 from agent_wrapper.contract import (
     ContractError,
@@ -24,11 +30,17 @@ from agent_wrapper.contract import (
     unpack_artifacts,
 )
 from agent_wrapper.contract.codec import unpacked_size
+from rollout_backend.base.retry import at, log_retry, retry, retry_until
+from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ResultMissing, StoreError, WriteConflict
 from rollout_backend.run.collect.store import ObjectStore
 from rollout_backend.run.scoring.scorer import ArtifactLost, Score, ScoringError, pack_request
 
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_BACK_OFF = wait_exponential_jitter(multiplier=1.0, max=30.0)
 # Larger requests are built, and larger artifacts unpacked, in a thread.
 _LARGE_BYTES = 64 * 1024
 
@@ -59,6 +71,53 @@ class RolloutScorer:
         text = json.dumps([self.name, self._sha256, task.private], sort_keys=True, default=dict)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return score_key(self._store.config.prefix, self._run_id, rollout.step, rollout.rollout_id, digest)
+
+    async def score(
+        self,
+        rollout: Rollout,
+        data: bytes,
+        task: Task,
+        *,
+        deadline: float,
+        retry_s: float,
+        store_pause: WaitBaseT,
+        may_be_recorded: bool,
+    ) -> Rollout:
+        """Return the rollout with the scorer's reward or, if scoring takes too long, without a reward.
+
+        The scorer is retried for `retry_s`, S3 until `deadline`, in loop seconds; `data` is the encoded rollout. With
+        `may_be_recorded`, an earlier trainer may have recorded the score.
+        """
+        reason, last = SCORER_FAILED, "the scorer had not answered"
+
+        async def compute() -> Score:
+            nonlocal reason, last
+            try:
+                return await self.compute(rollout, data, task)
+            except ScoringError as error:
+                reason, last = error.reason, str(error)
+                raise
+
+        async def ask_store(call: Callable[[], Awaitable[_T]]) -> _T:
+            warn = log_retry(log, "rollout %s waits for S3", rollout.rollout_id)
+            return await retry_until(deadline, call, StoreError, store_pause, before_sleep=warn)
+
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                score = await ask_store(lambda: self.read(rollout, task)) if may_be_recorded else None
+                if score is None:
+                    stop = at(asyncio.get_running_loop().time() + retry_s)
+                    warn = log_retry(log, "rollout %s: scorer %s", rollout.rollout_id, self.name)
+                    made = await retry(compute, ScoringError, _BACK_OFF, stop=stop, before_sleep=warn)
+                    score = await ask_store(lambda: self.record(rollout, task, made))
+            return scored(rollout, score)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return unscored(rollout, reason, f"the step's time was up: {last}")
+        except (ScoringError, StoreError) as error:
+            message = f"{self.name} was retried until the limit (scoring.retry_s): {error}"
+            return unscored(rollout, getattr(error, "reason", SCORER_FAILED), message)
 
     async def read(self, rollout: Rollout, task: Task) -> Score | None:
         """Return the score that an earlier trainer recorded, or None.

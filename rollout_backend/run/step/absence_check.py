@@ -48,7 +48,7 @@ class AbsenceCheck:
             check = asyncio.create_task(self._retry(fresh, absent))
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
-            check.add_done_callback(self._context.abort_on_failure)
+            check.add_done_callback(self._context.early_end.abort_on_failure)
 
     async def _retry(self, rollouts: dict[RolloutTask, int], absent: Callable[[RolloutTask], None]) -> None:
         # The error is raised at the step's deadline, which settles these rollouts.

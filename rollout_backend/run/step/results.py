@@ -5,8 +5,6 @@ Invariants:
 - a result settles its rollout once; later results of the same rollout are counted and have no effect;
 - with a scorer, a result with a reward settles its rollout only once the scorer's reward has replaced the agent's. It
   holds no slot of the runtime while it is scored;
-- a scorer that fails is retried with the same result; the rollout is not run again. A result that is not scored in
-  time ends as infra_error, never with a reward of 0;
 - a failure marker of an attempt that an earlier trainer started does not settle its rollout: its gateway may have
   been unreachable during the restart, so the rollout has another attempt;
 - if an attempt is left, nor does the failure marker of a container that the runtime stopped while its agent ran.
@@ -14,33 +12,21 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from tenacity import wait_exponential_jitter
-
 from agent_wrapper.contract import ContractError, Rollout
-from rollout_backend.base.retry import at, log_retry, retry
 from rollout_backend.config import GroupConfig
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.core.policy import GroupState
-from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import RolloutBackendError, StoreError
 from rollout_backend.model.gateway.stats import EngineUseMeter
 from rollout_backend.run.accounts.records import StepRecords
 from rollout_backend.run.accounts.rollout_spans import Delivery
 from rollout_backend.run.accounts.step_report import GroupResult, StepResult, failures_of, make_report
-from rollout_backend.run.scoring.rollout_scorer import RolloutScorer, scored, unscored
-from rollout_backend.run.scoring.scorer import Score, ScoringError
+from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.run.step.rollout_task import RolloutTask, StepContext
-
-log = logging.getLogger(__name__)
-
-_BACK_OFF = wait_exponential_jitter(multiplier=1.0, max=30.0)
 
 
 class Group(GroupState):
@@ -142,40 +128,16 @@ class StepResults:
             task.start_scoring(rollout, self._score(services.scorer, task, rollout, data))
 
     async def _score(self, scorer: RolloutScorer, task: RolloutTask, rollout: Rollout, data: bytes) -> None:
-        """Settle a rollout by its result with the scorer's reward, or without a reward if scoring takes too long."""
-        plan, retry_s = self._context.plan, self._context.services.config.scoring.retry_s
-        reason, last = SCORER_FAILED, "the scorer had not answered"
-
-        async def compute() -> Score:
-            nonlocal reason, last
-            try:
-                return await scorer.compute(rollout, data, task.task)
-            except ScoringError as error:
-                reason, last = error.reason, str(error)
-                raise
-
-        try:
-            async with asyncio.timeout_at(plan.deadline) as limit:
-                score: Score | None = None
-                if plan.manifest.resumed:
-                    score = await plan.retry(lambda: scorer.read(rollout, task.task))
-                if score is None:
-                    stop = at(asyncio.get_running_loop().time() + retry_s)
-                    warn = log_retry(log, "rollout %s: scorer %s", rollout.rollout_id, scorer.name)
-                    made = await retry(compute, ScoringError, _BACK_OFF, stop=stop, before_sleep=warn)
-                    score = await plan.retry(lambda: scorer.record(rollout, task.task, made))
-            result = scored(rollout, score)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            result = unscored(rollout, reason, f"the step's time was up: {last}")
-        except (ScoringError, StoreError) as error:
-            message = f"{scorer.name} was retried until the limit (scoring.retry_s): {error}"
-            result = unscored(rollout, getattr(error, "reason", SCORER_FAILED), message)
-        # No retry helps.
-        except RolloutBackendError as error:
-            self._context.abort(error)
-            return
+        plan, services = self._context.plan, self._context.services
+        result = await scorer.score(
+            rollout,
+            data,
+            task.task,
+            deadline=plan.deadline,
+            retry_s=services.config.scoring.retry_s,
+            store_pause=services.pauses.store,
+            may_be_recorded=plan.manifest.resumed,
+        )
         if task.entry.outcome is None:
             self._settle(task, result, result.encode())
 

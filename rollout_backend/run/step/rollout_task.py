@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from tenacity import RetryCallState
@@ -51,6 +51,7 @@ from rollout_backend.errors import (
     StoreError,
 )
 from rollout_backend.run.dispatch.call_queue import CallKind, Slot
+from rollout_backend.run.step.early_end import EarlyEnd
 from rollout_backend.run.step.in_flight import InFlightAttempt
 from rollout_backend.run.step.plan import StepPlan
 from rollout_backend.run.step.services import StepServices
@@ -66,29 +67,15 @@ _LEAST_REJECTIONS = 5
 class StepContext:
     """State shared by the rollouts of one step."""
 
-    def __init__(
-        self,
-        request: StepRequest,
-        services: StepServices,
-        groups: Mapping[str, GroupState],
-        abort: Callable[[BaseException], None],
-    ) -> None:
-        """`abort` ends the step with this error."""
+    def __init__(self, request: StepRequest, services: StepServices, groups: Mapping[str, GroupState]) -> None:
         self.request = request
         self.services = services
-        self.abort = abort
+        self.early_end = EarlyEnd()
         self.ledger = Ledger(request.step, groups, services.wall, lambda: asyncio.get_running_loop().time())
         self.plan = StepPlan(request, services)
-        self.sessions = StepSessions(services, self.ledger, abort)
+        self.sessions = StepSessions(services, self.ledger, self.early_end)
         self.stragglers = Stragglers(services.config.group, self.ledger.running)
         self.changed = asyncio.Event()
-
-    def abort_on_failure(self, task: asyncio.Task[None]) -> None:
-        """End the step with the error of a background task, which nothing awaits. Otherwise a step without a queue
-        would notice expired credentials, for example, only at its deadline."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.abort(error)
 
 
 class RolloutTask:
@@ -119,7 +106,7 @@ class RolloutTask:
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self.running = asyncio.create_task(work)
-        self.running.add_done_callback(self.context.abort_on_failure)
+        self.running.add_done_callback(self.context.early_end.abort_on_failure)
 
     async def run_once_recorded(self) -> None:
         """Run the rollout after the manifest that names it is in S3."""
@@ -130,7 +117,7 @@ class RolloutTask:
             return
         # No retry helps, and the step does not await this task.
         except RolloutBackendError as error:
-            self.context.abort(error)
+            self.context.early_end.abort(error)
             return
         await self.run()
 
@@ -193,7 +180,7 @@ class RolloutTask:
         except StoreError:
             pass
         except RolloutBackendError as error:
-            self.context.abort(error)
+            self.context.early_end.abort(error)
         return False
 
     async def _attempt(self) -> bool:
@@ -349,7 +336,7 @@ class RolloutTask:
         self.entry.start_scoring(rollout.session_id)
         self._end_attempt()
         self.scoring = asyncio.create_task(work)
-        self.scoring.add_done_callback(self.context.abort_on_failure)
+        self.scoring.add_done_callback(self.context.early_end.abort_on_failure)
 
     def settle_with(self, rollout: Rollout) -> None:
         """Settle the rollout by its result."""

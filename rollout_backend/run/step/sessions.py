@@ -9,12 +9,13 @@ Invariants:
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.errors import ServingError
 from rollout_backend.run.dispatch.call_queue import CallKind
+from rollout_backend.run.step.early_end import EarlyEnd
 from rollout_backend.run.step.services import StepServices
 
 log = logging.getLogger(__name__)
@@ -24,18 +25,16 @@ _TOGETHER_S = 1.0
 
 
 class StepSessions:
-    """The sessions of one step. `known` has those invoked or adopted, in order. While `leave_open` is set, none is
-    closed: they belong to another manager, or the cloud has ended with them. `earlier_known` is set when the sessions
-    of earlier trainers are adopted or being closed."""
+    """The sessions of one step. `known` has those invoked or adopted, in order. `earlier_known` is set when the
+    sessions of earlier trainers are adopted or being closed."""
 
-    def __init__(self, services: StepServices, ledger: Ledger, abort: Callable[[BaseException], None]) -> None:
-        """`abort` ends the step with an unexpected error of a background task."""
+    def __init__(self, services: StepServices, ledger: Ledger, early_end: EarlyEnd) -> None:
+        """While `early_end.leave_open` is set, no session is closed."""
         self.known: dict[str, None] = {}
-        self.leave_open = False
         self.earlier_known = False
         self.services = services
         self.ledger = ledger
-        self._abort = abort
+        self._early_end = early_end
         self._to_revoke: dict[str, None] = {}
         self._revoked: set[str] = set()
         self._revoking = asyncio.Lock()
@@ -80,17 +79,13 @@ class StepSessions:
         """Run work that closes sessions. The step does not end before it is done."""
         closing = asyncio.create_task(work)
         self.closing.add(closing)
-        closing.add_done_callback(self._on_done)
+        closing.add_done_callback(self.closing.discard)
+        closing.add_done_callback(self._early_end.abort_on_failure)
         return closing
-
-    def _on_done(self, closing: asyncio.Task[None]) -> None:
-        self.closing.discard(closing)
-        if not closing.cancelled() and (error := closing.exception()) is not None:
-            self._abort(error)
 
     async def stop(self, session_id: str, call: CallKind = CallKind.STOP) -> None:
         """Stop a session and revoke its key, because an agent that the stop does not reach must not keep sampling."""
-        if self.leave_open:
+        if self._early_end.leave_open:
             return
         await self.services.in_flight.record_closed(self.ledger.step, session_id)
         self._unwatch([session_id])
@@ -109,7 +104,7 @@ class StepSessions:
         self._to_revoke.update((each, None) for each in session_ids if each not in self._revoked)
 
     def _revoke_later(self) -> None:
-        if not self.leave_open:
+        if not self._early_end.leave_open:
             self.in_background(self._revoke_due())
 
     async def _revoke_due(self) -> None:

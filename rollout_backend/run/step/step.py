@@ -21,10 +21,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.base.logs import bind_log_fields
-from rollout_backend.core.ledger import TASK_BLOCKED, LedgerEntry, Phase
+from rollout_backend.core.ledger import RUN_FAILED, TASK_BLOCKED, LedgerEntry, Phase
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.policy import GroupPolicy
-from rollout_backend.errors import CircuitOpen, CloudLost, RunHeld
+from rollout_backend.errors import CircuitOpen, RunHeld
 from rollout_backend.model.serving.supervisor import cancel_all, first_of
 from rollout_backend.run.accounts.progress import StepTotals
 from rollout_backend.run.accounts.step_report import GroupResult, StepResult
@@ -55,7 +55,8 @@ class Step:
         self._services = services
         self._on_group = on_group
         self._policy = GroupPolicy(services.config.group)
-        self._context = StepContext(request, services, self.groups, self.abort)
+        self._context = StepContext(request, services, self.groups)
+        self._early_end = self._context.early_end
         self.ledger = self._context.ledger
         self._plan = self._context.plan
         self._sessions = self._context.sessions
@@ -66,8 +67,6 @@ class Step:
         self._complete: set[str] = set()
         self._reported_to_breaker = 0
         self._silence_checked_at = 0.0
-        self._aborted: BaseException | None = None
-        self._stopped = asyncio.Event()
 
     @property
     def deadline(self) -> float:
@@ -94,10 +93,9 @@ class Step:
         self._plan.deadline = began + config.timeouts.collection_s
         buffer.attach(self.results)
         listing = asyncio.create_task(buffer.list_when_idle(self.results, config.collect))
-        listing.add_done_callback(self._context.abort_on_failure)
+        listing.add_done_callback(self._early_end.abort_on_failure)
         try:
-            await first_of(self._begin(), self._stopped.wait())
-            await self._collect()
+            await first_of(self._collect(), self._early_end.requested.wait())
         except RunHeld as error:
             self.abort(error)
             raise
@@ -115,8 +113,8 @@ class Step:
                 # The breaker must also learn that no rollout of a cancelled step runs any more.
                 self._report_to_breaker()
         self._report_groups(self.groups.values())
-        if self._aborted is not None:
-            raise self._aborted
+        if self._early_end.error is not None:
+            raise self._early_end.error
         self.ledger.reconcile()
         resume_count = self._plan.manifest.resume_count
         await self._services.blocklist.record_step(self.ledger, resume_count, self._context.request)
@@ -131,9 +129,6 @@ class Step:
 
     async def _begin(self) -> None:
         """Plan the rollouts, write the manifest, resume an earlier trainer's rollouts, and start the other ones."""
-        self._report_to_breaker()
-        if self._aborted is not None:
-            return
         await self._plan.retry(self._services.blocklist.read)
         groups, before = self.groups.values(), await self._plan.write_first()
         for planned in self._plan.manifest.tasks:
@@ -155,11 +150,14 @@ class Step:
                 rollout.start()
 
     async def _collect(self) -> None:
-        while self._aborted is None:
+        self._report_to_breaker()
+        if self._early_end.error is None:
+            await self._begin()
+        while self._early_end.error is None:
             self._changed.clear()
             self._report_to_breaker()
             changed = [self.groups[task_id] for task_id in self.ledger.take_changed_groups()]
-            if self._aborted is not None or self._apply_policy(changed):
+            if self._early_end.error is not None or self._apply_policy(changed):
                 return
             self._report_groups(changed)
             now = asyncio.get_running_loop().time()
@@ -222,18 +220,14 @@ class Step:
     def abort(self, error: BaseException) -> None:
         """End the step now, and settle open rollouts as lost to the infrastructure. `run` raises the first error, but
         a later RunHeld or CloudLost replaces it, because the sessions then belong to another manager or are gone."""
-        leave_open = isinstance(error, (RunHeld, CloudLost))
-        if self._aborted is None or leave_open:
-            self._aborted = error
-        self._sessions.leave_open = self._sessions.leave_open or leave_open
-        self._stopped.set()
-        for rollout in self._open_rollouts():
-            rollout.settle(Outcome.INFRA_ERROR, "run_failed", str(error))
-        self._changed.set()
+        self._early_end.abort(error)
 
     async def _wind_up(self) -> None:
         """Settle the open rollouts, and wait until every session is closed and every task is over."""
-        if self._sessions.leave_open:
+        if self._early_end.error is not None:
+            for rollout in self._open_rollouts():
+                rollout.settle(Outcome.INFRA_ERROR, RUN_FAILED, str(self._early_end.error))
+        if self._early_end.leave_open:
             await self._leave()
             return
         self._settle_open("step_over", "the step was over before this rollout was")
@@ -249,7 +243,7 @@ class Step:
         await self._sessions.wait_closed()
         # Otherwise sessions may be open, and the next trainer needs the records.
         sessions = self._sessions
-        if sessions.earlier_known and not sessions.leave_open and not self.ledger.unclosed_sessions:
+        if sessions.earlier_known and not self._early_end.leave_open and not self.ledger.unclosed_sessions:
             manifest = self._plan.manifest
             if not running or await self._plan.record_closed(manifest.attempts_before + manifest.attempts):
                 await self._services.in_flight.delete(self.step)
@@ -283,7 +277,6 @@ class Step:
         self.groups.clear()
         self.ledger.entries.clear()
         self.ledger.settled.clear()
-        vars(self).clear()
 
     # --- reports ------------------------------------------------------------------------------------------
 
@@ -309,7 +302,7 @@ class Step:
             breaker.record_settled(settled[i], now, self._services.log_of(settled[i]))
         self._reported_to_breaker = len(settled)
         breaker.evaluate(self.step, self.ledger.phases()[Phase.RUNNING])
-        if breaker.opened is not None and self._aborted is None:
+        if breaker.opened is not None and self._early_end.error is None:
             self.abort(CircuitOpen(breaker.opened))
 
     def _report_groups(self, groups: Iterable[Group]) -> None:

@@ -21,9 +21,9 @@ from rollout_backend.run.collect import fetcher as fetcher_module
 from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.collect.fetcher import FetchStatus, KeyLocks, ResultDecoder, ResultFetcher
 from rollout_backend.run.collect.queue import Message
+from rollout_backend.run.scoring import rollout_scorer as rollout_scorer_module
 from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
 from rollout_backend.run.scoring.scorer import ArtifactLost, Score
-from rollout_backend.run.step import results as results_module
 from rollout_backend.run.step.results import Group, StepResults
 from rollout_backend.run.step.rollout_task import RolloutTask
 from tests.simulation import agents as agents_module
@@ -172,13 +172,13 @@ def unscored_is_zero() -> Patch:
     def broken(rollout: Rollout, reason: str, message: str) -> Rollout:
         return rollout.model_copy(update={"reward": 0.0})
 
-    return patch.object(results_module, "unscored", broken)
+    return patch.object(rollout_scorer_module, "unscored", broken)
 
 
 @mutant
 def agent_scores_itself() -> Patch:
     """A rollout whose scorer failed is trained with the agent's own reward."""
-    return patch.object(results_module, "unscored", lambda rollout, reason, message: rollout)
+    return patch.object(rollout_scorer_module, "unscored", lambda rollout, reason, message: rollout)
 
 
 @mutant
