@@ -21,7 +21,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -29,6 +29,7 @@ from agent_wrapper.contract import ContractObject
 from agent_wrapper.shared.workspace import pack_folder
 from rollout_backend.config import AgentCoreConfig, RuntimeConfig, TaskImageConfig
 from rollout_backend.core.formats import count
+from rollout_backend.core.task import Task
 from rollout_backend.errors import ConfigError, TaskFileError
 
 CONTAINER_FIELD = "_container"
@@ -54,9 +55,6 @@ def container_key(payload: Mapping[str, Any]) -> str:
     text = json.dumps(container, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-
-if TYPE_CHECKING:
-    from rollout_backend.core.tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +101,6 @@ def read_harbor_tasks(
     Raises:
         TaskFileError: there are no tasks, or some cannot run (on `runtime`, if given); names each.
     """
-    # `core.tasks` imports this module.
-    from rollout_backend.core.tasks import Task
-
     found = (
         [folder] if (folder / "task.toml").is_file() else sorted(each.parent for each in folder.glob("*/task.toml"))
     )
