@@ -18,7 +18,7 @@ from rollout_backend.cli.common import (
     console,
     echo,
 )
-from rollout_backend.config import AgentCoreConfig, load_config
+from rollout_backend.config import AgentCoreConfig, is_placeholder, load_config
 from rollout_backend.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -220,8 +220,8 @@ def _write_config(
         return
     echo(f"wrote {config}")
     if not deployment.native:
-        has_url = "public_url" in yaml.safe_load(text).get("gateway", {})
-        missing = "model.path" if has_url else "model.path and gateway.public_url"
+        url = yaml.safe_load(text).get("gateway", {}).get("public_url")
+        missing = "model.path and gateway.public_url" if url is None or is_placeholder(url) else "model.path"
         echo(f"set {missing} in {config}")
     name, tasks = shlex.quote(str(config)), shlex.quote(str(deployment.folder / _TASKS))
     echo(f"next: rollout doctor {name}, then rollout run {name} --tasks {tasks}, and at the end rollout down {name}")

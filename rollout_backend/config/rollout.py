@@ -41,6 +41,8 @@ from rollout_backend.errors import ConfigError
 _ID_FORM = "an id of at most 128 letters, digits, '.', '_' and '-' that begins with a letter or a digit"
 ENV_PREFIX = "ROLLOUT__"
 _PLACEHOLDER = re.compile(r"<yours, (.*)>")
+# An address under a domain that RFC 2606 reserves for documentation.
+_EXAMPLE = re.compile(r"https?://([^/:]+\.)?example\.(com|net|org)\b")
 # Bytes that are not UTF-8 and numbers such as 0x_ raise ValueError.
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
@@ -262,8 +264,8 @@ def merge_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
 
 
 def is_placeholder(value: object) -> bool:
-    """Return whether a template leaves this value to its user."""
-    return isinstance(value, str) and _PLACEHOLDER.fullmatch(value) is not None
+    """Return whether a template or an example leaves this value to its user."""
+    return isinstance(value, str) and bool(_PLACEHOLDER.fullmatch(value) or _EXAMPLE.match(value))
 
 
 def _to_fill_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

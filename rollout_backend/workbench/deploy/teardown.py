@@ -208,8 +208,8 @@ class Teardown:
         ]
         if target.stack is not None:
             stays.append(
-                f"stack {target.stack} with bucket {target.bucket}, which keeps its objects: aws cloudformation "
-                f"delete-stack --stack-name {target.stack}"
+                f"stack {target.stack} with bucket {target.bucket}: aws cloudformation delete-stack --stack-name "
+                f"{target.stack} deletes the stack, and aws s3 rb --force s3://{target.bucket} its bucket"
             )
         return stays
 

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from builders import served
 from rollout_backend.agents.runtimes.agentcore.runtime import AgentCoreRuntime
+from rollout_backend.cli.deploy import _write_config
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, PreflightError, Throttled
 from rollout_backend.workbench.deploy.deployment import Deployment, config_text, run_smoke_rollout, runtime_settings
@@ -91,8 +92,24 @@ async def test_agents_in_a_network_of_the_users_call_the_runs_own_address(tmp_pa
     (tmp_path / "config.yaml").write_text("gateway: {port: 9000, public_url: 'https://mine.example'}")
     written = yaml.safe_load(config_text(target.settings(), tmp_path, {}, []))
     assert written["gateway"] == {"port": 9000, "public_url": "https://mine.example"}
-    (tmp_path / "config.yaml").write_text("gateway: {public_url: '<yours, the address>'}")  # of `rollout init`
-    assert yaml.safe_load(config_text(target.settings(), tmp_path, {}, []))["gateway"]["public_url"] == "auto"
+    for placeholder in ("<yours, the address>", "https://gateway.example.com"):  # of `rollout init`, of our examples
+        (tmp_path / "config.yaml").write_text(f"gateway: {{public_url: '{placeholder}'}}")
+        assert yaml.safe_load(config_text(target.settings(), tmp_path, {}, []))["gateway"]["public_url"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "asked"),
+    [
+        ("{}", "model.path and gateway.public_url"),
+        ("gateway: {public_url: 'https://gateway.example.com'}", "model.path and gateway.public_url"),
+        ("gateway: {public_url: 'https://mine.example'}", "model.path"),
+    ],
+)
+async def test_the_command_asks_for_each_value_that_the_config_lacks(tmp_path, capsys, gateway, asked):
+    (tmp_path / "config.yaml").write_text(gateway)
+    target = replace(await read(), arn=ARN)
+    _write_config(Deployment(tmp_path, target), target.settings(), tmp_path / "rollout.yaml", {}, [])
+    assert f"set {asked} in " in capsys.readouterr().out
 
 
 async def test_without_a_way_to_the_internet_the_gateway_stays_the_users_own():
