@@ -152,6 +152,25 @@ async def test_excess_calls_wait_until_others_end(line, host_relay, http, get):
     assert [(await call).status for call in calls] == [200] * 4
 
 
+async def test_signed_calls_of_one_trajectory_wait_in_one_turn(line, host_relay, http, get):
+    """AWS's signature differs in each call of an agent for SageMaker's job runtime."""
+    laid = await line(await host_relay(max_calls=1))
+    go = laid.upstream.hold()
+
+    async def sample(trajectory: str, path: str) -> None:
+        headers = {"X-Amzn-SageMaker-Trajectory-Id": trajectory, "Authorization": f"AWS4-HMAC-SHA256 {path}"}
+        async with http.get(f"{laid.url}/v1/{path}", headers=headers) as answer:
+            await answer.read()
+
+    calls = [await laid.held_call(get)]
+    for number, (trajectory, path) in enumerate((("a", "a1"), ("a", "a2"), ("b", "b1")), 1):
+        calls.append(asyncio.create_task(sample(trajectory, path)))
+        await eventually(lambda number=number: laid.relay.waits(number))
+    go.set()
+    await asyncio.gather(*calls)
+    assert laid.upstream.asked[-3:] == ["/v1/a1", "/v1/b1", "/v1/a2"]
+
+
 async def test_calls_without_a_dialer_wait_and_get_503(host_relay, dial, upstream, http, get):
     relay = await host_relay(wait_s=0.3)
     async with http.get(f"{relay.url}/v1/models") as answer:
