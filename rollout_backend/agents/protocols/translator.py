@@ -348,11 +348,11 @@ class PollingTranslator(Translator[PolledResults]):
 class Reports(Protocol):
     """The gateways, to which agents report."""
 
-    async def reported_sessions(self) -> list[str]:
-        """Return the sessions with a report, as far as it is known."""
+    async def reports(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the `status`, `has_rewards` and `age_s` of all reports that are known, by session."""
 
     async def report_of(self, session_id: str) -> Mapping[str, Any] | None:
-        """Return the report's `status`, `rewards` and `age_s`, or None. Raises ServingError."""
+        """Return the same and the `rewards` of one session, or None. Raises ServingError."""
 
 
 class ReportTranslator(Translator[ReportedResults]):
@@ -383,8 +383,6 @@ class ReportTranslator(Translator[ReportedResults]):
         self._invokes: dict[str, asyncio.Task[bytes]] = {}
         # Set when the agent of an invoke in flight has reported.
         self._reported: dict[str, asyncio.Event] = {}
-        # Sessions that get no more time for a reward.
-        self._due: set[str] = set()
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         fields = json.loads(payload)
@@ -430,7 +428,6 @@ class ReportTranslator(Translator[ReportedResults]):
     def _forget(self, session_id: str) -> None:
         self._open.pop(session_id, None)
         self._reported.pop(session_id, None)
-        self._due.discard(session_id)
         if (invoke := self._invokes.pop(session_id, None)) is not None:
             invoke.cancel()
 
@@ -446,13 +443,22 @@ class ReportTranslator(Translator[ReportedResults]):
                 self._forget(session_id)
 
     async def _candidates(self) -> list[str]:
-        found = [session_id for session_id in await self._reports.reported_sessions() if session_id in self._open]
-        for session_id in self._reported.keys() & found:
-            self._reported[session_id].set()
+        found = []
+        for session_id, report in (await self._reports.reports()).items():
+            if (session := self._open.get(session_id)) is not None:
+                if session_id in self._reported:
+                    self._reported[session_id].set()
+                if report["age_s"] >= self._wait_s(session.request, report):
+                    found.append(session_id)
         return found
 
     async def find_result(self, session_id: str, *, ended: bool) -> bool:
-        self._due.add(session_id)
+        """Implement `ResultSource.find_result`. An agent whose invoke was cut off may still report its reward."""
+        if ended and (session := self._open.get(session_id)) is not None:
+            with contextlib.suppress(ServingError):
+                report = await self._reports.report_of(session_id)
+                if report is not None and report["age_s"] < self._wait_s(session.request, report):
+                    return False
         return await super().find_result(session_id, ended=ended)
 
     async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
@@ -461,7 +467,7 @@ class ReportTranslator(Translator[ReportedResults]):
             report = await self._reports.report_of(session_id)
         except ServingError as error:
             raise StoreError(str(error)) from error
-        if report is None or (session_id not in self._due and report["age_s"] < self._wait_s(request, report)):
+        if report is None:
             raise ResultMissing(session_id)
         result = {"status": report["status"], "rewards": report["rewards"], "answer": self._answer(request)}
         return json.dumps(result).encode(), report["age_s"]
@@ -471,7 +477,7 @@ class ReportTranslator(Translator[ReportedResults]):
         if report["status"] == "failed":
             invoke = self._invokes.get(request.session_id)
             return 0.0 if invoke is None or invoke.done() else _ERROR_ARRIVES_S
-        if report["rewards"] is not None:
+        if report["has_rewards"]:
             return 0.0
         return self._interval_s if self._scored else request.publish_grace_s or 0.0
 

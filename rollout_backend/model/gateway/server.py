@@ -14,8 +14,8 @@
     POST /control/revoke            {"session_ids": [...]}: closes sessions           control key
     POST /control/adopt             {"session_ids": [...]}: lets sessions of an earlier trainer continue  control key
     POST /control/heartbeats             the sessions heard from since the last request    control key
-    GET  /control/reports[/{id}]    the sessions of `job_runtime` whose agents have finished; what one of them
-                                    reported, or null                                   control key
+    GET  /control/reports[/{id}]    what agents of `job_runtime` reported: of all sessions, without the rewards; of
+                                    one session, or null                                control key
     POST /control/pause             holds model calls; returns once none is at an engine  control key
     POST /control/resume            releases them                                     control key
     POST /control/adapters          {"versions": {...}}: sets the version of each LoRA adapter  control key
@@ -37,9 +37,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
@@ -111,7 +111,7 @@ class Gateway:
                 Route("/control/heartbeats", self.heartbeats, methods=["POST"]),
                 Route("/control/revoke", self.revoke, methods=["POST"]),
                 Route("/control/adopt", self.adopt, methods=["POST"]),
-                Route("/control/reports", self.reported_sessions, methods=["GET"]),
+                Route("/control/reports", self.reports, methods=["GET"]),
                 Route("/control/reports/{session_id:path}", self.report_of, methods=["GET"]),
                 Route("/control/pause", self.pause, methods=["POST"]),
                 Route("/control/resume", self.resume, methods=["POST"]),
@@ -256,16 +256,14 @@ class Gateway:
         self._parts.calls.adopt(session_ids)
         return JSONResponse({"adopted": len(session_ids)})
 
-    async def reported_sessions(self, request: Request) -> Response:
+    async def reports(self, request: Request) -> Response:
         self._parts.authenticator.require_control_key(request)
-        return JSONResponse([*self._parts.registry.reports])
+        return JSONResponse({name: _summary(report) for name, report in self._parts.registry.reports.items()})
 
     async def report_of(self, request: Request) -> Response:
         self._parts.authenticator.require_control_key(request)
-        found = report = self._parts.registry.reports.get(request.path_params["session_id"])
-        if report is not None:
-            age_s = time.time() - report["at"]
-            found = {"status": report["status"], "rewards": report.get("rewards"), "age_s": age_s}
+        report = self._parts.registry.reports.get(request.path_params["session_id"])
+        found = report and {**_summary(report), "rewards": report.get("rewards")}
         # Rewards may be NaN.
         return Response(json.dumps(found), media_type="application/json")
 
@@ -331,6 +329,14 @@ class Gateway:
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
         return await self._api_error(request, ApiError(500, "internal error of the gateway; its log says more"))
+
+
+def _summary(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "status": report["status"],
+        "has_rewards": "rewards" in report,
+        "age_s": max(0.0, time.time() - report["at"]),
+    }
 
 
 async def _pieces(data: bytes) -> AsyncIterator[bytes]:

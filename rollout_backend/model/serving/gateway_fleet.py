@@ -218,11 +218,11 @@ class GatewayFleet:
         """Return each shard's heartbeats since the last call; None for a shard that does not answer."""
         return await _answers(shard.heartbeats() for shard in self._shards)
 
-    async def reported_sessions(self) -> list[str]:
-        """Return the sessions whose agents completed a rollout in SageMaker's job runtime. A shard that does not
-        answer is left out."""
-        answers = await _answers(shard.reported_sessions() for shard in self._shards)
-        return [session_id for answer in answers if answer is not None for session_id in answer]
+    async def reports(self) -> dict[str, Any]:
+        """Return what agents of SageMaker's job runtime reported, by session and without the rewards. A shard that
+        does not answer is left out."""
+        answers = await _answers(shard.reports() for shard in self._shards)
+        return {name: report for answer in answers for name, report in (answer or {}).items()}
 
     async def report_of(self, session_id: str) -> dict[str, Any] | None:
         """Return what the session's agent has reported, or None. Raises ServingError if its shard does not answer."""

@@ -188,9 +188,10 @@ class GatewayProcess:
         heard = await self._control("POST", "/control/heartbeats")
         return HeartbeatReport(frozenset(heard["beats"]), frozenset(heard["calls"]))
 
-    async def reported_sessions(self) -> list[str]:
-        """Return the sessions whose agents completed a rollout in SageMaker's job runtime."""
-        return list(await self._control("GET", "/control/reports"))
+    async def reports(self) -> dict[str, Any]:
+        """Return what agents of SageMaker's job runtime reported, by session and without the rewards."""
+        reports: dict[str, Any] = await self._control("GET", "/control/reports")
+        return reports
 
     async def report_of(self, session_id: str) -> dict[str, Any] | None:
         """Return what the session's agent has reported, or None."""

@@ -395,8 +395,9 @@ class RayGateway(RayActor):
         heard: HeartbeatReport = await self._ask("heartbeats")
         return heard
 
-    async def reported_sessions(self) -> list[str]:
-        return list(await self._ask("reported_sessions"))
+    async def reports(self) -> dict[str, Any]:
+        reports: dict[str, Any] = await self._ask("reports")
+        return reports
 
     async def report_of(self, session_id: str) -> dict[str, Any] | None:
         report: dict[str, Any] | None = await self._ask("report_of", session_id)

@@ -98,15 +98,17 @@ class Containers:
     def _write(self, key: str) -> None:
         self.store.objects[key] = b'{"rewards": [1.0], "status_code": 200}'
 
-    async def reported_sessions(self) -> list[str]:
-        return [*self.reported_at]
+    async def reports(self) -> dict[str, Any]:
+        return {name: self._report(name) for name in self.reported_at}
+
+    def _report(self, session_id: str) -> dict[str, Any]:
+        age_s = now() - self.reported_at[session_id]
+        return {"status": "ready", "has_rewards": True, "rewards": [1.0], "age_s": age_s}
 
     async def report_of(self, session_id: str) -> dict[str, Any] | None:
         if (error := self.poll_fails()) is not None:
             raise error
-        if session_id not in self.reported_at:
-            return None
-        return {"status": "ready", "rewards": [1.0], "age_s": now() - self.reported_at[session_id]}
+        return self._report(session_id) if session_id in self.reported_at else None
 
     async def stop(self, session_id: str) -> None:
         self.began.pop(session_id, None)

@@ -32,7 +32,7 @@ from rollout_backend.errors import (
     Throttled,
 )
 from rollout_backend.run.collect.buffer import MAX_KEYS
-from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.call_queue import CallQueue
 from rollouts import make_segment
 
 REQUEST = make_request()
@@ -321,7 +321,7 @@ class ReportedBench(Bench):
 
     def __init__(self, *, accept_s: float = 60.0, scored: bool = False) -> None:
         super().__init__()
-        self.reports: dict[str, dict[str, Any] | Exception] = {}
+        self.reported: dict[str, dict[str, Any] | Exception] = {}
         self.ends: asyncio.Queue[SessionEnd] = asyncio.Queue()
         self.invoked = asyncio.Event()
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -343,13 +343,15 @@ class ReportedBench(Bench):
         return await self.answer
 
     def report(self, status: str = "ready", rewards: object = None, age_s: float = 0.0) -> None:
-        self.reports["session"] = {"status": status, "rewards": rewards, "age_s": age_s}
+        has_rewards = rewards is not None
+        self.reported["session"] = {"status": status, "has_rewards": has_rewards, "rewards": rewards, "age_s": age_s}
 
-    async def reported_sessions(self) -> list[str]:
-        return [*self.reports, "of another run"]
+    async def reports(self) -> dict[str, Any]:
+        found = {name: report for name, report in self.reported.items() if not isinstance(report, Exception)}
+        return {**found, "of another run": {}}
 
     async def report_of(self, session_id: str) -> Any:
-        found = self.reports.get(session_id)
+        found = self.reported.get(session_id)
         if isinstance(found, Exception):
             raise found
         return found
@@ -397,7 +399,7 @@ async def test_an_invoke_that_fails_without_a_report_was_not_accepted(error: Exc
 async def test_a_report_that_could_not_be_read_does_not_count_as_absent():
     bench = ReportedBench()
     bench.answer.set_exception(CUT)
-    bench.reports["session"] = ServingError("no answer")
+    bench.reported["session"] = ServingError("no answer")
     await bench.translator.invoke("session", PAYLOAD)
     async with asyncio.timeout(60):
         assert (await bench.ends.get()).session_id == "session"
@@ -412,9 +414,7 @@ async def test_a_reward_is_waited_for_until_the_result_is_due(scored: bool, wait
     bench = ReportedBench(scored=scored)
     bench.watch(REQUEST.model_copy(update={"publish_grace_s": 5.0}))
     bench.report(age_s=waits_s * 0.9)
-    for _ in range(3):
-        await bench.translator._search("session", CallKind.POLL)
-    assert bench.written.empty()
+    assert await bench.translator._candidates() == []
     bench.report(age_s=waits_s * 1.1)
     assert (await bench.rollout()).failure.reason == "no_reward"
 
@@ -427,12 +427,21 @@ async def test_a_reward_is_not_waited_for_at_the_end_of_its_rollout():
     assert Rollout.decode(bench.bucket.objects[REQUEST.key]).failure.reason == "no_reward"
 
 
+async def test_a_reward_is_waited_for_although_the_invoke_was_cut_off():
+    bench = ReportedBench()
+    bench.watch(REQUEST.model_copy(update={"publish_grace_s": 5.0}))
+    bench.report(age_s=4.0)
+    assert not await bench.translator.find_result("session", ended=True)
+    bench.report(rewards=[0.5], age_s=4.0)
+    assert await bench.translator.find_result("session", ended=True)
+    assert Rollout.decode(bench.bucket.objects[REQUEST.key]).reward == 0.5
+
+
 async def test_the_error_of_a_failed_agent_is_in_its_rollout_without_its_key():
     bench = ReportedBench(accept_s=0.01)
     await bench.translator.invoke("session", PAYLOAD)
     bench.report("failed", [0.0])
-    await bench.translator._search("session", CallKind.POLL)
-    assert bench.written.empty()  # its error may follow
+    assert await bench.translator._candidates() == []  # its error may follow
     trajectory = shorten(KEY)
     bench.answer.set_exception(InvokeRejected(f"500: no tool for {trajectory}", "container_error"))
     rollout = await bench.rollout()
@@ -444,7 +453,7 @@ async def test_the_error_of_a_failed_agent_is_in_its_rollout_without_its_key():
 async def test_adopted_sessions_and_outages_of_gateways_lose_no_report():
     bench = ReportedBench()
     bench.watch()
-    bench.reports["session"] = ServingError("restarting")
+    bench.reported["session"] = ServingError("restarting")
     async with asyncio.timeout(60), bench.running():
         for _ in range(3):
             await asyncio.sleep(0.002)

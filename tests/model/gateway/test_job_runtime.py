@@ -65,9 +65,11 @@ def reports(gateway) -> dict[str, Any]:
     def get(path: str) -> Any:
         return httpx.get(f"{gateway.url}/control/reports{path}", headers=gateway.control, timeout=120).json()
 
-    names = [name for name in get("") if name.startswith(gateway._prefix)]
-    found = {name.removeprefix(gateway._prefix): get(f"/{name}") for name in names}
-    assert all(found.pop("age_s") >= 0 for found in found.values())
+    own = {name: report for name, report in get("").items() if name.startswith(gateway._prefix)}
+    found = {name.removeprefix(gateway._prefix): get(f"/{name}") for name in own}
+    for report, summary in zip(found.values(), own.values(), strict=True):
+        assert report.pop("age_s") >= summary["age_s"] >= 0
+        assert report.pop("has_rewards") == summary["has_rewards"] == (report["rewards"] is not None)
     return found
 
 

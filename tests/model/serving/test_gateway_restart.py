@@ -150,14 +150,14 @@ async def test_a_gateway_that_restarts_keeps_the_reports_of_agents_for_another_t
         assert await report(endpoints[0], "update-reward", Rewards=[0.5]) == 200
         other = endpoints[1].model_copy(update={"base_url": endpoints[0].base_url})
         assert await report(other, "update-reward", Rewards=[0.5]) == 421
-        assert sorted(await first.reported_sessions()) == sorted(sessions)
+        assert sorted(await first.reports()) == sorted(sessions)
         await kill(first, 0)
-        assert await first.reported_sessions() == [sessions[1]]
+        assert (await first.reports()).keys() == {sessions[1]}
         with pytest.raises(ServingError):
             await first.report_of(sessions[0])
         await first.stop()
         fleet = await start(engine, gateway={"processes": 2})
-        assert sorted(await fleet.reported_sessions()) == sorted(sessions)
+        assert sorted(await fleet.reports()) == sorted(sessions)
         # Agents of the earlier trainer report before it is known whether they are adopted.
         assert await report(endpoints[1], "update-reward", Rewards=[1.0]) == 200
         found = [await fleet.report_of(session) for session in sessions]
@@ -165,5 +165,5 @@ async def test_a_gateway_that_restarts_keeps_the_reports_of_agents_for_another_t
         assert len((await fetch_trajectory(endpoints[0], 120)).segments) == 1
         await fleet.revoke(sessions)
         assert [await fleet.report_of(session) for session in sessions] == [None, None]
-        assert await fleet.reported_sessions() == []
+        assert await fleet.reports() == {}
         await fleet.stop()
