@@ -19,7 +19,7 @@ from agent_wrapper.shared.threads import in_thread
 
 logger = logging.getLogger("agent_wrapper")
 
-# A restarting gateway answers within this time.
+# A restarting gateway usually answers within this time; otherwise the trainer makes another attempt.
 PROBE_S = 30.0
 _TIMEOUT_S = 10.0
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 4.0

@@ -152,7 +152,9 @@ class LongRun:
             await load_bucket(cloud.storage, bucket)
             model = {"path": str(self._work / "model"), "name": "small", "renderer": "chatml", "context_length": 4096}
             serving = {"kind": "policy_trainer.EngineFactory", "max_restarts": 10_000}
-            write_settings(self._work, serving, cloud, janitor={"grace_s": 60}, model=model)
+            # On a busy machine a start can take more than a minute.
+            more = {"janitor": {"grace_s": 60}, "gateway": {"startup_timeout_s": 300}, "model": model}
+            write_settings(self._work, serving, cloud, **more)
             beside = [asyncio.create_task(work) for work in (self._kill(), self._sample())]
             await self._train(cloud.environ)
             for task in beside:

@@ -20,9 +20,10 @@ from rollout_backend.core.reasons import SCORER_FAILED
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import LedgerError
 
-# An agent is lost if its heartbeats stop, or if the runtime stops its container.
+# An agent is lost if its heartbeats stop, if the runtime stops its container, or if it never reached a gateway.
 CONTAINER_LOST = "container_lost"
 TERMINATED = "terminated"
+MODEL_UNREACHABLE = "model_unreachable"
 # A rollout has timed out if S3 holds no result, or can neither confirm one nor rule it out.
 NO_RESULT = "no_result"
 STORE_UNAVAILABLE = "store_unavailable"

@@ -94,6 +94,8 @@ class Heartbeats:
         self._every_s = every_s
         self._same_machine = same_machine
         self._gateways = [_Gateway() for _ in range(gateways)]
+        self.any_arrived = False
+        """Whether a session has reached a gateway: then agents have its right address."""
         self._watched: set[str] = set()
         # The gateway that last heard from each session, with its `proven_s` at that time.
         self._last: dict[str, tuple[_Gateway, float]] = {}
@@ -126,6 +128,7 @@ class Heartbeats:
             if gateway.asked_at is not None:
                 gateway.unproven_s += min(now - gateway.asked_at, 2 * self.poll_s)
             gateway.asked_at = now
+            self.any_arrived |= bool(heard.beats or heard.calls)
             if heard.beats or heard.calls or self._same_machine:
                 # Without this limit, the first heartbeat after a network outage would make other sessions look late.
                 gateway.proven_s += min(gateway.unproven_s, 1.5 * self._every_s)

@@ -28,6 +28,7 @@ from rollout_backend.base.logs import bind_log_fields
 from rollout_backend.base.retry import at, log_retry, retry
 from rollout_backend.core.ledger import (
     CONTAINER_LOST,
+    MODEL_UNREACHABLE,
     NO_RESULT,
     STORE_UNAVAILABLE,
     TERMINATED,
@@ -399,10 +400,12 @@ class RolloutTask:
 
     def retry_lost(self, failure: Failure | None) -> bool:
         """Retry after a failure marker if another attempt may succeed. Return False if the marker counts."""
-        was_stopped = failure is not None and failure.reason == TERMINATED and self.entry.phase is Phase.RUNNING
-        if not self.entry.adopted and not (was_stopped and self._has_attempts):
+        reason = TERMINATED if failure is None else failure.reason
+        # A gateway that agents have reached may take long to restart. Without one, the address is probably wrong.
+        may_pass = reason == TERMINATED or (reason == MODEL_UNREACHABLE and self._services.heartbeats.any_arrived)
+        if not self.entry.adopted and not (may_pass and self.entry.phase is Phase.RUNNING and self._has_attempts):
             return False
-        self._lose_session(TERMINATED, "" if failure is None else failure.message)
+        self._lose_session(reason, "" if failure is None else failure.message)
         return True
 
     @property

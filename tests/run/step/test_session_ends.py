@@ -8,7 +8,7 @@ import pytest
 from agent_wrapper.contract import Failure, Outcome
 from builders import eventually, skip
 from rollout_backend.core.ledger import Phase
-from rollout_backend.core.session_ends import SessionEnd, SessionEnds
+from rollout_backend.core.session_ends import HeartbeatReport, SessionEnd, SessionEnds
 from step_bench import Agents, only
 
 
@@ -82,6 +82,29 @@ async def test_a_container_that_the_runtime_stopped_gets_another_attempt(open_be
     report = (await bench.run(behave=only("task-a.1", are_stopped))).report
     assert report.attempts == 3
     assert report.reasons == ({} if last == 1 else {"infra_error: terminated": 1})
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_an_agent_that_does_not_reach_a_gateway_gets_another_attempt_if_others_have(open_bench, reached):
+    """A gateway that restarts may be away for longer than agents wait. A wrong address is reported at once."""
+    bench = await open_bench("runtime.max_attempts=2", "group.min_viable=1")
+    heartbeats = bench.services.heartbeats
+    beats = frozenset({"a session of an earlier step"} if reached else ())
+    heartbeats.observe(0.0, [HeartbeatReport(beats)])
+    heartbeats.observe(1.0, [None])
+
+    async def finds_no_gateway(agents, request):
+        if request.attempt == 2:
+            await agents.complete(request)
+            return
+        entry = bench.ledger.entries[request.rollout_id]
+        await eventually(lambda: entry.phase is Phase.RUNNING)
+        failure = Failure(reason="model_unreachable", message="ConnectionRefusedError")
+        await agents.complete(request, outcome=Outcome.INFRA_ERROR, failure=failure)
+
+    report = (await bench.run(behave=only("task-a.1", finds_no_gateway))).report
+    assert report.attempts == (3 if reached else 2)
+    assert report.reasons == ({} if reached else {"infra_error: model_unreachable": 1})
 
 
 @pytest.mark.parametrize("redispatched", [False, True])
