@@ -96,6 +96,9 @@ class TrainingServiceConfig(Section):
     """Maximum norm of the gradient; 0 does not clip it."""
     optimizer_steps: int = Field(default=1, ge=1)
     """Optimizer steps in each training step, each on an equal share of its groups."""
+    overlap: bool = False
+    """Collect the next step's rollouts while a step is trained. They come from the weights before that step; the loss
+    corrects for this by their sampled logprobs. Default: each step waits for the newest weights."""
     keep_every: int = Field(default=10, ge=1)
     """Every this many steps, and after the last, the service keeps the weights for ever. Those of other steps, from
     which a killed run resumes, expire after 30 days. SageMaker keeps all until you delete their model packages."""

@@ -1,7 +1,8 @@
 """Train on a service: collect a step's rollouts, train on them, sample the next step from the new weights.
 
-Step n trains weights n from rollouts that weights n - 1 sampled. After each step, a record in S3 names the step and
-its checkpoint. A loop that was killed begins at the record's step with the record's checkpoint.
+Step n trains weights n from rollouts that weights n - 1 sampled. With `training_service.overlap` they are those of
+weights n - 2, and are collected while step n - 1 is trained. After each step, a record in S3 names the step and its
+checkpoint. A loop that was killed begins at the record's step with the record's checkpoint.
 
 Invariants:
 
@@ -65,6 +66,8 @@ class TrainingRecord(ContractObject):
     """Path of its weights and optimizer on the service."""
     sampler: str
     """Path of its weights for sampling."""
+    sampler_before: str
+    """The sampler of the step before it, which may have begun the next step's rollouts."""
     evaluated: int = Field(default=-1, ge=-1)
     """The last step whose weights were evaluated; -1 if none were."""
 
@@ -114,6 +117,7 @@ class TrainingLoop:
         self._etag: str | None = None
         # The checkpoint whose weights the service's model has; empty if they are unknown.
         self._loaded = ""
+        self._served = ""
 
     @staticmethod
     def check(config: RolloutConfig, tasks: Sequence[Task], held_out: Sequence[Task]) -> TrainingServiceConfig:
@@ -165,18 +169,41 @@ class TrainingLoop:
             log.info("resuming after step %d", record.trained)
         if record.trained >= self._settings.steps and not self._evaluation_due(record):
             return record
-        await self._serve(record)
-        record = await self._evaluate(record)
-        while record.trained < self._settings.steps:
-            record = await self._step(record)
+        result: StepResult | None = None
+        if self._settings.overlap and record.trained < self._settings.steps:
+            # An earlier life may have begun it before the record's step was trained.
+            await self._serve(record.sampler_before, max(0, record.trained - 1))
+            result = await self._collect(record.trained + 1, record.sampler_before)
+        while True:
+            await self._serve(record.sampler, record.trained)
             record = await self._evaluate(record)
-        return record
+            if record.trained >= self._settings.steps:
+                return record
+            record, result = await self._step(record, result)
 
-    async def _step(self, record: TrainingRecord) -> TrainingRecord:
+    async def _step(
+        self, record: TrainingRecord, result: StepResult | None
+    ) -> tuple[TrainingRecord, StepResult | None]:
+        """Train the next step, and collect its rollouts if they were not. Return its record and, with
+        `training_service.overlap`, the rollouts of the step after it."""
         number = record.trained + 1
-        result = await self._rollouts.collect(
-            self._tasks_of(number), step=batch_number(number, validate=False, position=0), weights=record.sampler
-        )
+        if result is None:
+            result = await self._collect(number, record.sampler)
+        if not self._settings.overlap or number >= self._settings.steps:
+            return await self._train(record, result), None
+        following = asyncio.create_task(self._collect(number + 1, record.sampler))
+        try:
+            return await self._train(record, result), await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _collect(self, number: int, sampler: str) -> StepResult:
+        step = batch_number(number, validate=False, position=0)
+        return await self._rollouts.collect(self._tasks_of(number), step=step, weights=sampler)
+
+    async def _train(self, record: TrainingRecord, result: StepResult) -> TrainingRecord:
+        number = record.trained + 1
         # Thousands of rollouts take many seconds, in which the run's lease must be renewed.
         data = await asyncio.to_thread(training_data, result, self._config, self._settings)
         metrics: dict[str, float] = {}
@@ -194,10 +221,9 @@ class TrainingLoop:
             saved = await self._repeat(f"training step {number}", train)
         else:
             log.warning("step %d trains nothing: no group has rollouts with different rewards", number)
-        found = await self._write(record.model_copy(update={"trained": number, **vars(saved)}))
+        changes = {"trained": number, "sampler_before": record.sampler, **vars(saved)}
+        found = await self._write(record.model_copy(update=changes))
         self._on_trained(number, result, data, metrics)
-        if data.groups:
-            await self._serve(found)
         return found
 
     async def _evaluate(self, record: TrainingRecord) -> TrainingRecord:
@@ -237,11 +263,15 @@ class TrainingLoop:
         self._loaded = saved.state
         return saved
 
-    async def _serve(self, record: TrainingRecord) -> None:
+    async def _serve(self, sampler: str, version: int) -> None:
+        if sampler == self._served:
+            return
+
         async def serve() -> None:
-            await self._rollouts.serve_sampler(record.sampler, record.trained)
+            await self._rollouts.serve_sampler(sampler, version)
 
         await self._repeat("serving the weights", serve)
+        self._served = sampler
 
     async def _repeat(self, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
         until = asyncio.get_running_loop().time() + self._settings.retry_s
@@ -261,6 +291,7 @@ class TrainingLoop:
             trained=trained,
             state=saved.state,
             sampler=saved.sampler,
+            sampler_before=saved.sampler,
         )
 
     async def _read(self) -> TrainingRecord | None:

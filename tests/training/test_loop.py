@@ -107,11 +107,12 @@ async def test_the_reward_rises_and_data_are_the_sampled_tokens(
         assert len(set(datum.inputs["advantages"][1:].tolist())) == 1
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 async def test_a_training_killed_between_any_two_effects_resumes(
-    emulator: TinkerEmulator, trainer: EmulatedTrainer
+    emulator: TinkerEmulator, trainer: EmulatedTrainer, overlap: bool
 ) -> None:
     """Each process is killed after one more effect than the one before it, so a kill follows each effect."""
-    config = settings(emulator.url)
+    config = settings(emulator.url, overlap=overlap)
     whole = World(emulator.saved)
     expected = await train(whole, config)
     world = World(emulator.saved)
@@ -130,6 +131,55 @@ async def test_a_training_killed_between_any_two_effects_resumes(
     final = [emulator.saved[each.sampler][1].logits for each in (record, expected)]
     np.testing.assert_array_equal(*final)
     assert world.sampled == whole.sampled
+
+
+async def test_overlapped_steps_are_collected_while_the_one_before_is_trained(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer
+) -> None:
+    """Its rollouts have the weights before the step that is trained meanwhile, and evaluations the newest."""
+    world, config = World(emulator.saved), settings(emulator.url, steps=4, overlap=True, evaluate_every=2)
+    rollouts, order = Sampled(world), []
+    collect = rollouts.collect
+
+    async def collected(tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
+        order.append(f"collect {describe_batch(step)[0]}")
+        return await collect(tasks, step=step, weights=weights)
+
+    rollouts.collect = collected  # type: ignore[method-assign]
+    await train(
+        world,
+        config,
+        rollouts,
+        held_out=[Task(task_id="held-out", payload={})],
+        on_trained=lambda number, *_: order.append(f"trained {number}"),
+    )
+    assert order == [
+        *("collect 1", "collect 0 validation", "collect 2", "trained 1", "collect 3", "trained 2"),
+        *("collect 2 validation", "collect 4", "trained 3", "trained 4", "collect 4 validation"),
+    ]
+    of_step = {name: weights for name, _, weights in rollouts.collected}
+    first, second, third = (of_step[name] for name in ("1", "3", "4"))
+    assert of_step["2"] == of_step["0 validation"] == first
+    assert third == of_step["2 validation"]
+    assert len({first, second, third, of_step["4 validation"]}) == 4
+
+
+async def test_a_failed_step_ahead_ends_the_training_once_the_present_one_is_recorded(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer
+) -> None:
+    world, config = World(emulator.saved), settings(emulator.url, overlap=True)
+    rollouts = Sampled(world)
+    collect = rollouts.collect
+
+    async def refused(tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
+        if describe_batch(step)[0] == "3":
+            raise TrainingServiceError("too many rollouts are lost")
+        return await collect(tasks, step=step, weights=weights)
+
+    rollouts.collect = refused  # type: ignore[method-assign]
+    with pytest.raises(TrainingServiceError, match="too many"):
+        await train(world, config, rollouts)
+    assert world.record().trained == 2
 
 
 @pytest.mark.slow
