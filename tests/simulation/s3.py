@@ -1,6 +1,7 @@
 """S3: strongly consistent, with conditional writes. A call may fail before or after it has its effect.
 
-A call without an answer ends after its client's limit, which is longer than most of its owners can wait.
+A call without an answer ends after its client's limit. In an outage that limit is longer than most of its owners can
+wait, because the client repeats what has no answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.simulation.trainer import Trainer
 BUCKET = "rollouts"
 MAX_RESULT_BYTES = 256 * 1024  # once unpacked
 _TRIES = 3  # by the SDK
-_SILENT_S = 300.0  # limit of the client, as of `ResultStore.get_s`
+_SILENT_S = 65.0  # limit of one request, as of the client of AWS
+_SILENT_OUTAGE_S = 300.0  # limit of a call with its repetitions, as of `ResultStore.get_s`
 _SLOW_GET_S = 15.0
 
 
@@ -128,7 +130,7 @@ class SimStore:
         await self._call(kind)
 
     async def _time_out(self, kind: str) -> NoReturn:
-        await asyncio.sleep(_SILENT_S)
+        await asyncio.sleep(_SILENT_OUTAGE_S if self._bucket.is_out(kind) else _SILENT_S)
         self._trainer.require_alive()
         raise StoreError(f"S3 gave no answer to a {kind}")
 
