@@ -571,6 +571,16 @@ calls, so the next `run` opens a new row.""",
         "python agency_swarm_agent.py",
         note="It needs Python 3.12.",
     ),
+    Harness(
+        "Qwen-Agent",
+        "qwen-agent[python_executor] soundfile tqdm",
+        "qwen-agent.txt",
+        "python qwen_agent_loop.py",
+        note="""\
+With `use_raw_api`, the gateway parses the tool calls. Otherwise, Qwen-Agent writes the tools into the system prompt
+and parses the calls itself. Its version 0.0.34 needs the extra `python_executor`, soundfile and tqdm, or its import
+fails.""",
+    ),
 )
 
 
