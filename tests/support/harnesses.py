@@ -581,6 +581,18 @@ With `use_raw_api`, the gateway parses the tool calls. Otherwise, Qwen-Agent wri
 and parses the calls itself. Its version 0.0.34 needs the extra `python_executor`, soundfile and tqdm, or its import
 fails.""",
     ),
+    Harness(
+        "langroid",
+        "langroid litellm",
+        "langroid.txt",
+        "python langroid_agent.py",
+        reasons=("first_call", *["history_rewritten"] * 3),
+        note="""\
+langroid adds the field `request` to the arguments of each call that it returns, and the next call opens a new row.
+`import langroid` downloads a vocabulary of tiktoken, which fails in a container without the internet. Import
+`litellm.litellm_core_utils.default_encoding` first, which has it, or set `TIKTOKEN_CACHE_DIR` in the image and import
+langroid there once.""",
+    ),
 )
 
 
