@@ -62,6 +62,7 @@ class Reference:
             endpoint=model_endpoint(GATEWAY, "scripted", self._work["secret"], claims),
             sampling=claims.sampling,
             deadline=now + WORK_S,
+            remaining_s=WORK_S,
             result=ResultTarget(bucket="results", queue_url=self._queue),
         )
         body = json.dumps({REQUEST_FIELD: request.model_dump(mode="json")}).encode()
