@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.agents.runtimes.base import AgentRuntime, CleanupSpec
 from rollout_backend.agents.runtimes.process.control import (
     KILL_S,
@@ -29,9 +30,10 @@ from rollout_backend.agents.runtimes.process.control import (
     session_stopper,
 )
 from rollout_backend.agents.runtimes.process.session import ProcessSession, environment, log_of
+from rollout_backend.base.disk import call_disk
 from rollout_backend.config import ProcessConfig
 from rollout_backend.core.session_ends import SessionEnd
-from rollout_backend.errors import InvokeRejected, OutcomeUnknown, PreflightError, QuotaExceeded
+from rollout_backend.errors import InvokeRejected, OutcomeUnknown, PreflightError, QuotaExceeded, StartupError
 
 # Number of ended sessions to remember. A repeated invoke follows within minutes.
 _KEPT_ENDS = 10_000
@@ -101,7 +103,11 @@ class ProcessRuntime(CommandRuntime):
 
     @classmethod
     async def open(cls, config: ProcessConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
-        return cls(config, (config.session_logs or Path("sessions")).absolute())
+        folder = (config.session_logs or Path("sessions")).absolute()
+        try:
+            return await call_disk(lambda: cls(config, folder))
+        except TimeoutError as error:
+            raise StartupError(f"runtime.session_logs: {folder} cannot be read: {error.strerror}") from None
 
     # --- before the first session -------------------------------------------------------------------------
 
@@ -174,10 +180,10 @@ class ProcessRuntime(CommandRuntime):
             async with asyncio.timeout(self._config.grace_s + KILL_S):
                 if session is None:
                     # The session is unknown, or an earlier trainer started it.
-                    await asyncio.to_thread(self._stop_other, session_id)
+                    await in_thread(lambda: self._stop_other(session_id), "stop")
                     return
                 await asyncio.wait({session.started})
-                send_stop(pipe_of(self._folder, session_id))
+                await in_thread(lambda: send_stop(pipe_of(self._folder, session_id)), "stop")
                 await asyncio.wait({session.task})
         except OSError as error:
             raise OutcomeUnknown(f"session {session_id} has not ended: {error or 'it takes too long'}") from None
@@ -191,13 +197,16 @@ class ProcessRuntime(CommandRuntime):
     async def _watch_earlier(self, on_end: Callable[[SessionEnd], None]) -> None:
         """Report the ends of sessions that an earlier trainer started."""
         while self._earlier:
-            lasting = {each for each in self._earlier if is_open(pipe_of(self._folder, each))}
+            lasting = await in_thread(self._lasting, "sessions")
             for session_id in self._earlier - lasting:
                 log = log_of(self._folder, session_id)
                 message = f"session {session_id}, of an earlier trainer, ended without a result. Log: {log}"
                 on_end(SessionEnd(session_id, "container_lost", message))
             self._earlier = lasting
             await asyncio.sleep(_POLL_S)
+
+    def _lasting(self) -> set[str]:
+        return {each for each in self._earlier if is_open(pipe_of(self._folder, each))}
 
     async def aclose(self) -> None:
         """Leave sessions running; each step has stopped its own."""

@@ -21,6 +21,7 @@ from rollout_backend.agents.runtimes.process import supervisor
 from rollout_backend.agents.runtimes.process.control import pipe_of
 from rollout_backend.agents.runtimes.process.supervisor import Order, ProcessEnd
 from rollout_backend.base.child_process import describe_sigkill, last_lines, oom_kills
+from rollout_backend.base.disk import call_disk
 from rollout_backend.base.logs import report_failure
 from rollout_backend.config import ProcessConfig
 from rollout_backend.core.reasons import AGENT_ENDED
@@ -30,7 +31,7 @@ _FULL = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _OUT_OF_MEMORY = re.compile(r"out of memory|cannot allocate memory|MemoryError|bad_alloc", re.IGNORECASE)
 # Prefix of the backend's settings, which may be secrets.
 _OWN_SETTINGS = "ROLLOUT__"
-_TAIL_LINES = 20
+_TAIL_LINES, _TAIL_S = 20, 5.0
 # The time limit for starting the supervisor, which takes 0.1 s.
 _START_S = 60.0
 _LINE_CHARS = 2000
@@ -60,35 +61,43 @@ class ProcessSession:
         self._lifetime_s = lifetime_s or config.max_lifetime_s
         self._ends_with_starter = ends_with_starter
         self._oom_kills = oom_kills()
+        # The end of the log, once the session has ended.
+        self._tail: list[str] = []
         self.task = asyncio.create_task(self._run())
         self.task.add_done_callback(report_failure(f"session {session_id}"))
 
     async def _run(self) -> None:
         scratch = ""
         try:
-            # The folder is private, because agents may print their keys.
-            self.log.parent.mkdir(0o700, parents=True, exist_ok=True)
-            os.mkfifo(self._pipe, 0o600)
+            await call_disk(self._make_pipe)
             # The payload holds a key, so it stays out of the run directory.
             scratch = tempfile.mkdtemp(prefix="rollout-")
             async with _supervised(self._order(Path(scratch))) as reports:
                 _check_started(json.loads(await reports.readline() or "null"))
                 self.started.set_result(None)
                 self.end = json.loads(await reports.readline() or "null")
+            with contextlib.suppress(TimeoutError):
+                self._tail = await call_disk(lambda: last_lines(self.log, _TAIL_LINES), _TAIL_S)
         except RuntimeCallError as error:
-            self._fail(error)
+            await self._fail(error)
         except OSError as error:
-            self._fail(RuntimeUnavailable(f"no process can be started here: {error}", never_opened=True))
+            await self._fail(RuntimeUnavailable(f"no process can be started here: {error}", never_opened=True))
         # The supervisor removes it, unless it was killed.
         shutil.rmtree(scratch, ignore_errors=True)
 
-    def _fail(self, error: RuntimeCallError) -> None:
+    def _make_pipe(self) -> None:
+        # The folder is private, because agents may print their keys.
+        self.log.parent.mkdir(0o700, parents=True, exist_ok=True)
+        os.mkfifo(self._pipe, 0o600)
+
+    async def _fail(self, error: RuntimeCallError) -> None:
+        # The next invoke of this session makes the pipe again.
+        with contextlib.suppress(OSError):
+            await call_disk(self._pipe.unlink, _TAIL_S)
         if not self.started.done():
             self.started.set_exception(error)
             # Mark the exception as retrieved, even if the invoke was cancelled.
             self.started.exception()
-        with contextlib.suppress(OSError):
-            self._pipe.unlink()
 
     def _order(self, scratch: Path) -> Order:
         config, file = self._config, scratch / "payload.json"
@@ -126,12 +135,12 @@ class ProcessSession:
             # The wrapper exits with 0 only after it has published a result.
             return AGENT_ENDED
         failed = self.end is None or self.end["code"] != 0
-        full = failed and any(map(_OUT_OF_MEMORY.search, last_lines(self.log, _TAIL_LINES)))
+        full = failed and any(map(_OUT_OF_MEMORY.search, self._tail))
         return "out_of_memory" if full else "container_lost"
 
     def describe_end(self) -> str:
         """Describe how the session ended, with the last line of its log."""
-        last = (last_lines(self.log, 1) or ["its log is empty"])[-1].strip()[-_LINE_CHARS:]
+        last = (self._tail or ["its log is empty"])[-1].strip()[-_LINE_CHARS:]
         end = self.end
         if end is None:
             how = "its supervisor was killed"
