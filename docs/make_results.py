@@ -43,6 +43,8 @@ says how the faults are injected, how outcomes are judged, and how to add a syst
   called the model is trained with the reward 0.
 - agentlightning {lightning}: its server, its local controller and the rollout manager of its verl trainer. It
   gives a rollout without a reward `reward_fillna_value`, which is 0 by default. It has no retries.
+- verl's loop: the agent loop, TransferQueue and replay buffer of verl {verl}'s synchronous v1 trainer, with their
+  defaults. Agents are coroutines of the trainer, without a limit. What is missing is padded.
 
 The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. Rollouts that
 are missing and not lost were reported as failed.
@@ -246,6 +248,7 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
         planned=faults.planned(results),
         toolkit=versions.get("toolkit, S3", ""),
         lightning=versions.get("agentlightning", ""),
+        verl=versions.get("verl's loop", ""),
     )
     yield from results.get("notes", ())
     yield "### All faults together\n"
