@@ -151,6 +151,10 @@ class InFlightLog:
         """Record a session before its first invoke."""
         await self._record(step, _Line(invoked=session_id))
 
+    def withdraw(self, step: int, session_id: str) -> None:
+        """Record, without waiting, that a session will not be invoked after all."""
+        self._submit(step, _Line(stopped=session_id))
+
     async def record_stopped(self, step: int, session_id: str) -> None:
         """Record that a session's stop has succeeded."""
         await self._record(step, _Line(stopped=session_id))
@@ -206,14 +210,19 @@ class InFlightLog:
 
     async def _record(self, step: int, line: _Line) -> None:
         """Return once the line is written, or the disk has refused it."""
+        if (write := self._submit(step, line)) is not None:
+            await asyncio.shield(write)
+
+    def _submit(self, step: int, line: _Line) -> asyncio.Task[None] | None:
+        """Let the next write take the line, and return that write; None if the step's records cannot be written."""
         if step in self._silent:
-            return
+            return None
         lines = self._unwritten.setdefault(step, [])
         lines.append(line.model_dump_json(exclude_none=True))
         # The lines that arrive during a write are written together.
         if len(lines) == 1:
             self._writes[step] = asyncio.create_task(self._write(step, self._writes.get(step)))
-        await asyncio.shield(self._writes[step])
+        return self._writes[step]
 
     async def _write(self, step: int, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done():

@@ -219,7 +219,8 @@ class RolloutTask:
             claims = self._claims(attempt, session_id)
             presigner = self._services.presigner
             urls = await presigner.urls(claims) if presigner is not None else None
-            await context.sessions.register(session_id)
+            if not await context.sessions.register(session_id, lambda: self.entry.awaits_result):
+                return False
             await context.plan.report_log()
             if not self.entry.awaits_result:
                 return False

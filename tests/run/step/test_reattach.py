@@ -3,13 +3,16 @@
 import asyncio
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from agent_wrapper.contract import Outcome
 from builders import eventually, skip
 from rollout_backend.core.manifest import Manifest
+from rollout_backend.core.session_ends import Heartbeats
 from rollout_backend.run.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
+from rollout_backend.run.step.sessions import StepSessions
 
 
 class Work:
@@ -182,6 +185,28 @@ async def test_an_invoked_session_that_was_not_stopped_may_be_open(tmp_path):
     assert (await notes.open_sessions(0, "nonce")).complete_attempts == {1, 2, 3, 8}
     assert (await notes.open_sessions(0, "another step's")).complete_attempts == frozenset()
     assert (await notes.open_sessions(1, "nonce")).session_ids == []
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_session_that_is_not_invoked_after_all_is_not_open(tmp_path, cancelled):
+    """Its rollout is settled while the record is written."""
+    notes = InFlightLog(StepFiles(tmp_path))
+    services = SimpleNamespace(in_flight=notes, heartbeats=Heartbeats(5.0))
+    sessions = StepSessions(services, SimpleNamespace(step=0), SimpleNamespace(leave_open=False))
+    assert await sessions.register("s1", lambda: True)
+    if cancelled:
+        waiting = asyncio.create_task(sessions.register("s2", lambda: True))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    else:
+        assert not await sessions.register("s2", lambda: False)
+    assert [*sessions.known] == ["s1"]
+    # An invoke that is repeated may find its session open.
+    assert not await sessions.register("s1", lambda: False)
+    await notes.record_running(0, note("s1"))
+    assert (await notes.open_sessions(0, "nonce")).session_ids == ["s1"]
 
 
 async def test_after_a_reboot_the_log_names_sessions_but_is_not_complete(tmp_path):
