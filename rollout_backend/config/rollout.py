@@ -264,7 +264,7 @@ def merge_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
 
 
 def is_placeholder(value: object) -> bool:
-    """Return whether a template or an example leaves this value to its user."""
+    """Return whether the value is a placeholder, which users of a template or an example replace."""
     return isinstance(value, str) and bool(_PLACEHOLDER.fullmatch(value) or _EXAMPLE.match(value))
 
 

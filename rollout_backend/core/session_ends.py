@@ -95,7 +95,7 @@ class Heartbeats:
         self._same_machine = same_machine
         self._gateways = [_Gateway() for _ in range(gateways)]
         self.any_arrived = False
-        """Whether a session has reached a gateway: then agents have its right address."""
+        """Whether any session has reached a gateway, which shows that agents have the right address."""
         self._watched: set[str] = set()
         # The gateway that last heard from each session, with its `proven_s` at that time.
         self._last: dict[str, tuple[_Gateway, float]] = {}
@@ -109,7 +109,7 @@ class Heartbeats:
             self._earlier[session_id] = last[0]
 
     def expect(self, session_id: str) -> None:
-        """The session's agent has accepted its rollout. If the session sent heartbeats before, they are due again."""
+        """Expect heartbeats from a session whose agent has accepted its rollout, if it sent some before."""
         if (gateway := self._earlier.pop(session_id, None)) is not None:
             self._last.setdefault(session_id, (gateway, gateway.proven_s))
 

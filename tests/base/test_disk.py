@@ -17,12 +17,8 @@ def free():
     free.set()
 
 
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setattr(disk, "DISK_S", 0.05)
-
-
 async def test_only_the_first_caller_waits_for_a_disk_that_hangs(tmp_path, free, monkeypatch, caplog):
+    monkeypatch.setattr(disk, "DISK_S", 0.05)
     hung, made = Disk(tmp_path), []
 
     def call(name):
@@ -53,5 +49,5 @@ async def test_errors_of_calls_are_raised_or_logged(tmp_path, caplog):
 
 async def test_a_single_call_ends_in_time(free):
     with pytest.raises(TimeoutError, match="timed out"):
-        await call_disk(lambda: free.wait(120))
-    assert await call_disk(lambda: 1, 60) == 1
+        await call_disk(lambda: free.wait(120), 0.05)
+    assert await call_disk(lambda: 1) == 1

@@ -64,8 +64,8 @@ class Worker:
                 self._run_first()
 
     def _give_way(self, used_s: float, began_s: float) -> None:
-        """Run the units of sessions that have used less than the present one. It had used `used_s` when it began, at
-        `began_s` of the thread's CPU time."""
+        """Run the waiting units of sessions that have used less CPU time than the session of the present unit. That
+        session had used `used_s` when the unit began, and the thread `began_s`."""
         while self._jobs and self._jobs[0][0] < used_s + time.thread_time() - began_s:
             lent_from_s = time.thread_time()
             with giving_way(None):

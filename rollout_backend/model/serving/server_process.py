@@ -219,7 +219,8 @@ class ServerProcess:
             self._stopped = True
 
     async def describe_log(self, with_cause: bool = False) -> str:
-        """Return `log_tail`, after the cause of the end if that is known and wanted."""
+        """Return the end of the log like `log_tail`, but without blocking. With `with_cause`, a known cause of the
+        process's end comes first."""
         try:
             return await call_disk(lambda: (self._cause() if with_cause else "") + self.log_tail(), _TAIL_S)
         except TimeoutError:

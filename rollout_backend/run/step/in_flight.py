@@ -214,7 +214,8 @@ class InFlightLog:
             await asyncio.shield(write)
 
     def _submit(self, step: int, line: _Line) -> asyncio.Task[None] | None:
-        """Let the next write take the line, and return that write; None if the step's records cannot be written."""
+        """Queue the line for the next write, and return that write. Return None if records of the step could not be
+        written."""
         if step in self._silent:
             return None
         lines = self._unwritten.setdefault(step, [])

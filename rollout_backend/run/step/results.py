@@ -7,7 +7,8 @@ Invariants:
   holds no slot of the runtime while it is scored;
 - a failure marker of an attempt that an earlier trainer started does not settle its rollout: its gateway may have
   been unreachable during the restart, so the rollout has another attempt;
-- if an attempt is left, nor does the failure marker of a container that the runtime stopped while its agent ran.
+- if an attempt is left, nor does the failure marker of a container that the runtime stopped while its agent ran, or
+  of one that did not reach a gateway which others have reached.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ class SglangReader:
     def __init__(self, request: EngineRequest, experts: ExpertShape | None = None) -> None:
         self.finish: Mapping[str, Any] | None = None
         self.received = 0
-        self._prompt = list(request.prompt) if request.images else None
+        self._prompt, self._images = list(request.prompt) if request.images else None, len(request.images)
         self._prompt_tokens, self._experts_from = len(request.prompt), request.experts_from
         self._experts = experts
         self._meta: Mapping[str, Any] = {}
@@ -309,7 +309,7 @@ class SglangReader:
         since the last chunk. `completion_tokens` distinguishes the two.
         """
         if self._prompt is not None:
-            _check_prompt(reply, self._prompt)
+            _check_prompt(reply, self._prompt, self._images)
         ids = [*map(operator.index, reply["output_ids"])]
         meta, had = reply["meta_info"], self.received
         finish, given = meta["finish_reason"], meta.get("output_token_logprobs") or []
@@ -358,7 +358,7 @@ class SglangReader:
         return None if version is None else [(str(version), 0, self.received)]
 
 
-def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
+def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int], images: int) -> None:
     if not reply["output_ids"]:
         # The request was aborted, perhaps before the prompt was built.
         return
@@ -367,6 +367,11 @@ def _check_prompt(reply: Mapping[str, Any], prompt: Sequence[int]) -> None:
     length = len(saw) if saw is not None else reply["meta_info"].get("prompt_tokens")
     if length is None:
         raise PromptDiffers("the engine does not report the length of the prompt that it built from the images")
+    if saw is None and images > 1:
+        raise PromptDiffers(
+            f"the engine returned only the length of the prompt that it built from {images} images, which does not "
+            "tell the tokens of each: use SGLang 0.5.23, or set gateway.max_images to 1"
+        )
     if length != len(prompt) or saw not in (None, prompt):
         raise PromptDiffers(
             f"the engine built a prompt of {length} tokens from the images, and the recorded one has {len(prompt)}"

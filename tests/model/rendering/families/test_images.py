@@ -462,10 +462,13 @@ def test_a_call_fails_if_the_engine_built_another_prompt(serve, seeing, sees, st
 def test_behind_a_router_the_length_of_the_prompt_is_compared(serve, seeing, sees, monkeypatch, more):
     """It does not ask the engine for the tokens."""
     monkeypatch.setattr("rollout_backend.workbench.local.scripted._prompt_ids", lambda body: {})
-    with ScriptedEngine(["Well."], seeing.path, image_tokens=lambda data: tokens_of(data) + more) as engine:
+    with ScriptedEngine(["Well."] * 4, seeing.path, image_tokens=lambda data: tokens_of(data) + more) as engine:
         gateway = serve(engine.url, model=seeing)
         if more:
             with pytest.raises(openai.InternalServerError, match="built a prompt of"):
                 create(gateway, ask(RED))
         else:
             assert create(gateway, ask(RED)).choices[0].message.content == "Well."
+            # The sum of two lengths would not tell how it divides.
+            with pytest.raises(openai.InternalServerError, match="prompt that it built from 2 images"):
+                create(gateway, ask(RED), ask(BLUE))
