@@ -432,6 +432,9 @@ class RolloutManager:
         if stats is None:
             return {}
         before, self._reported = self._reported, stats
+        if before is not None and not stats.engine_given_up:
+            # A gateway that has just started has not asked the engines yet.
+            stats.engine_given_up = before.engine_given_up
 
         def growth(name: str) -> dict[str, int]:
             return dict(Counter(getattr(stats, name)) - Counter(getattr(before, name, ())))
@@ -440,6 +443,7 @@ class RolloutManager:
             "malformed_tool_calls": growth("malformed"),
             "unknown_tool_calls": growth("unknown_tools"),
             "undelivered_replies": stats.undelivered - getattr(before, "undelivered", 0),
+            "given_up_calls": growth("engine_given_up"),
             "left_out_replies": stats.left_out - getattr(before, "left_out", 0),
             "runaways": {name: stats.runaways[name] for name in growth("runaways")},
             "heard_after_stop": growth("after_stop"),

@@ -97,6 +97,8 @@ class SageMakerService:
     Leaving it without an error stops the session. After an error the session stays, for the process that resumes.
     """
 
+    may_end_samples = False
+
     def __init__(self, config: RolloutConfig) -> None:
         assert config.training_service is not None
         assert config.training_service.sagemaker is not None

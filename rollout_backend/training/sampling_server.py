@@ -10,6 +10,8 @@ Invariants:
 - A fault of the service costs a call time: it is repeated until its deadline. What the service has forgotten, as
   after a restart, is opened again.
 - A call at the service is never taken for lost, however long its reply takes: the service would bill it again.
+- A call whose client hangs up may be billed nevertheless, so such calls and their tokens are counted. It is not
+  repeated, and ends at the service if the service can end it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import contextlib
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -64,6 +67,8 @@ _SAMPLING = {
 """SGLang's sampling parameters, and the service's."""
 _IGNORED = frozenset({"stream_interval"})
 _UNSUPPORTED = ("image_data", "lora_path", "return_routed_experts")
+_Sample = tuple[list[int], list[float], str]
+"""See `TrainingService.sample`."""
 
 
 class SamplingServer:
@@ -81,6 +86,9 @@ class SamplingServer:
         self._logged_at = -math.inf
         self._at_service = 0
         self._load_reports = 0
+        # Calls at the service whose clients have hung up, and what they cost: see `GatewayStats.engine_given_up`.
+        self._unread: set[asyncio.Task[_Sample]] = set()
+        self._given_up = Counter[str]()
         # Set while no call is at the service.
         self._idle = asyncio.Event()
         self._idle.set()
@@ -98,7 +106,7 @@ class SamplingServer:
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/update_weights_from_disk", self._update_weights)
-        # A hung-up call ends its request to the service.
+        # A call whose client hangs up is cancelled.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=_server_log, shutdown_timeout=1.0
         )
@@ -110,6 +118,9 @@ class SamplingServer:
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
+        for call in self._unread:
+            call.cancel()
+        await asyncio.gather(*self._unread, return_exceptions=True)
 
     async def serve(self, path: str, version: int) -> None:
         """Sample further calls from these weights. Raises ConfigError or TrainingServiceError."""
@@ -140,6 +151,7 @@ class SamplingServer:
             "num_waiting_reqs": 0,
             "max_running_requests": _MAX_CALLS,
             "num_used_tokens": self._load_reports,
+            "given_up": self._given_up,
         }
         return web.json_response({"loads": [load]})
 
@@ -202,12 +214,14 @@ class SamplingServer:
             await stream.write(f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n".encode())
         return stream
 
-    async def _sample(
-        self, served: _Served, prompt: Sequence[int], params: Mapping[str, Any]
-    ) -> tuple[list[int], list[float], str]:
+    async def _sample(self, served: _Served, prompt: Sequence[int], params: Mapping[str, Any]) -> _Sample:
         sampler = served.sampler
+        call = asyncio.create_task(self._service.sample(sampler, prompt, params))
         try:
-            return await self._service.sample(sampler, prompt, params)
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._give_up(call, len(prompt), params["max_tokens"])
+            raise
         except Forgotten:
             async with self._reopening:
                 # Another call may have opened it.
@@ -220,6 +234,19 @@ class SamplingServer:
                 self._logged_at = now
                 log.warning("%d model calls wait for the training service: %s", self._at_service, error)
             raise
+
+    def _give_up(self, call: asyncio.Task[_Sample], prompt_tokens: int, limit: int) -> None:
+        """Count a call whose client has hung up. Cancel it, or count its sampled tokens once it has ended."""
+        self._given_up.update(calls=1, prompt_tokens=prompt_tokens)
+        if self._service.may_end_samples and call.cancel():
+            self._given_up["limit_tokens"] += limit
+        self._unread.add(call)
+        call.add_done_callback(self._on_unread_end)
+
+    def _on_unread_end(self, call: asyncio.Task[_Sample]) -> None:
+        self._unread.discard(call)
+        if not call.cancelled() and call.exception() is None:
+            self._given_up["sampled_tokens"] += len(call.result()[0])
 
 
 @dataclass

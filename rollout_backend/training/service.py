@@ -127,6 +127,9 @@ class TrainingService(Protocol):
     or does not answer in time. After an error of `train` or `save` the model's weights are unknown: call `begin`.
     """
 
+    may_end_samples: bool
+    """Whether the service may end a sample whose call is cancelled. If not, it samples and bills all of it."""
+
     async def begin(self, state: str | None) -> None:
         """Create a model, with new weights or with the weights and the optimizer of a saved state."""
         ...

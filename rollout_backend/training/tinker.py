@@ -35,6 +35,8 @@ class TinkerService:
         checkpoint = await service.save("step-1", keep=True)
     """
 
+    # The SDK asks the service to end an abandoned sample, if the service has that enabled.
+    may_end_samples = True
     context_tokens: int | None = None
     """Context length of the base model on the service, in tokens; None if the service does not report it."""
 

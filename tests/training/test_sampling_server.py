@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
 
+from builders import eventually
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.model.gateway.engine.liveness import SamplingProbe
 from rollout_backend.model.gateway.engine.protocol import SglangProtocol
@@ -35,6 +37,12 @@ async def server(emulator: TinkerEmulator) -> AsyncIterator[SamplingServer]:
             emulator.saved[path] = "tiny", model.policy.copy()
         await serving.serve(f"tinker://{model.model_id}/sampler_weights/0", 0)
         yield serving
+
+
+async def loads(server: SamplingServer) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as http, http.get(f"{server.url}/v1/loads") as response:
+        [load] = (await response.json())["loads"]
+    return dict(load)
 
 
 async def generate(server: SamplingServer, **more: object) -> tuple[int, dict[str, object]]:
@@ -112,14 +120,29 @@ async def test_a_call_that_waits_at_the_service_is_not_lost(server: SamplingServ
     async with aiohttp.ClientSession() as http:
         # A gateway repeats a call of an engine that answers the probe.
         assert await probe.state(http, 0.2) == "busy"
-        async with http.get(f"{server.url}/v1/loads") as response:
-            [load] = (await response.json())["loads"]
+        load = await loads(server)
         assert load["num_running_reqs"] == 1 < load["max_running_requests"]
         await emulator.set_queue("")
         assert (await call)[0] == 200
         assert await probe.state(http, 60) == "busy"
         assert await probe.state(http, 60) == "sampling"
     assert len(emulator.samples) == 1
+
+
+async def test_a_call_whose_client_hangs_up_is_counted_and_not_repeated(
+    server: SamplingServer, emulator: TinkerEmulator
+) -> None:
+    await emulator.set_queue("paused_capacity")
+    calls = [asyncio.ensure_future(generate(server)) for _ in range(3)]
+    await emulator.arrived("asample", 3)
+    for call in calls[:2]:
+        call.cancel()
+    await eventually(lambda: server._given_up["calls"] == 2)
+    await emulator.set_queue("")
+    assert (await calls[2])[0] == 200
+    await eventually(lambda: not server._unread)
+    assert emulator.counts["asample"] == 3
+    assert (await loads(server))["given_up"] == {"calls": 2, "prompt_tokens": 4, "limit_tokens": 8}
 
 
 async def test_a_call_with_the_prompt_of_a_probe_is_sampled(server: SamplingServer, emulator: TinkerEmulator) -> None:

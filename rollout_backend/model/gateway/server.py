@@ -37,6 +37,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -292,6 +293,8 @@ class Gateway:
         stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
         stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}
         stats.engine_kv_tokens = {url: load.kv_tokens for url, load in loads.items()}
+        if loads:
+            stats.engine_given_up = sum((Counter(load.given_up) for load in loads.values()), Counter())
         return JSONResponse(stats.model_dump())
 
     async def _session_ids(self, request: Request) -> list[str]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 Counts = Counter[str]
 
 _MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"
-_OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens")
+_OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens", "engine_given_up")
 
 
 class EngineLoad(NamedTuple):
@@ -26,6 +26,8 @@ class EngineLoad(NamedTuple):
     kv_tokens: int = 0
     free: int = 0
     """Free slots of its batch; not part of `GatewayStats`."""
+    given_up: Mapping[str, int] | None = None
+    """See `GatewayStats.engine_given_up`."""
 
 
 class GatewayStats(BaseModel):
@@ -75,6 +77,10 @@ class GatewayStats(BaseModel):
     engine_waiting: dict[str, int] = {}
     engine_kv_used: dict[str, int] = {}
     engine_kv_tokens: dict[str, int] = {}
+    engine_given_up: Counts = Counter()
+    """Current: `calls` whose clients hung up while a training service sampled them, with their `prompt_tokens`, their
+    `sampled_tokens` if the service sampled to the end, and otherwise their limits as `limit_tokens`. Empty if it is
+    unknown."""
 
     @property
     def cache_hit(self) -> float | None:
@@ -89,9 +95,9 @@ class GatewayStats(BaseModel):
     @property
     def engines(self) -> dict[str, EngineLoad]:
         """Return the current load of each engine, by its URL."""
-        others = self.engine_waiting, self.engine_kv_used, self.engine_kv_tokens
+        waiting, used, tokens = self.engine_waiting, self.engine_kv_used, self.engine_kv_tokens
         return {
-            url: EngineLoad(running, *(table.get(url, 0) for table in others))
+            url: EngineLoad(running, waiting.get(url, 0), used.get(url, 0), tokens.get(url, 0))
             for url, running in self.engine_running.items()
         }
 
@@ -105,7 +111,9 @@ class GatewayStats(BaseModel):
                 if isinstance(value, int):
                     numbers[name] += value
                 elif name in _OF_ENGINES:
-                    tables[name] = Counter({**tables.get(name, {}), **value})
+                    # Gateways ask the engines at different times.
+                    known = tables.setdefault(name, Counter())
+                    known.update({key: max(0, number - known[key]) for key, number in value.items()})
                 else:
                     tables.setdefault(name, Counter()).update(value)
         return cls.model_validate({**numbers, **tables})

@@ -212,6 +212,7 @@ _SLOW_TAIL, _LONG_WAIT, _LOW_CACHE_HIT = 0.25, 0.25, 0.3
 _LONG_QUEUE = 0.25
 # Fraction of the time.
 _IDLE = 0.5
+_GIVEN_UP = ("calls", "prompt_tokens", "sampled_tokens", "limit_tokens")
 _LISTED = 5
 # A session that is being stopped may still send this many requests.
 _LAST_REQUESTS = 2
@@ -269,6 +270,12 @@ def _accounts(report: StepReport | None, summary: StepSummary) -> Iterator[Findi
     if report.undelivered_replies:
         text = f"{count(report.undelivered_replies, 'call')} given up before the reply arrived, and not trained"
         yield Finding(Level.NOTE, text)
+    if given_up := report.given_up_calls:
+        calls, prompt, sampled, limit = (given_up.get(name, 0) for name in _GIVEN_UP)
+        text = f"clients hung up {count(calls, 'call')} that the training service may bill: {prompt:,} prompt tokens"
+        text += f", {sampled:,} sampled" if sampled else ""
+        text += f", up to {limit:,} sampled of calls that the service could end" if limit else ""
+        yield Finding(Level.NOTE, text, "the agent's timeout of model calls: raise it")
     if report.left_out_replies:
         text = f"{count(report.left_out_replies, 'model call')} left out of training"
         yield Finding(Level.NOTE, text, "training.leave_out")

@@ -33,6 +33,7 @@ from rollout_backend.run.dispatch.dispatcher import Dispatcher
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _MINUTES = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
+_GIVEN_UP = ("prompt", "sampled", "limit")
 # Replaces reasons that agents chose.
 _OTHER = "other"
 _SHUTDOWN_S = 1.0
@@ -114,11 +115,20 @@ class RunMetrics:
             "rollout_gateway_cache_breaks_total",
             "Calls that continued a conversation which the engine's prefix cache no longer held.",
         )
+        self._given_up_calls = counter(
+            "rollout_gateway_given_up_calls_total",
+            "Model calls whose clients hung up while a training service sampled them.",
+        )
+        self._given_up_tokens = counter(
+            "rollout_gateway_given_up_tokens_total", "Tokens of these calls, which the service may bill.", ("kind",)
+        )
         self._gateway_errors = counter("rollout_gateway_errors_total", "Error responses to model calls.", ("code",))
         self._steps: dict[int, _Seen] = {}
         self._services, self._gateways = _Seen(), _Seen()
         # Create the series that must exist from the start.
         self._rollouts.labels(Outcome.COMPLETED, "")
+        for kind in _GIVEN_UP:
+            self._given_up_tokens.labels(kind)
         for call in ("invoke", "stop"):
             for answer in ("granted", "throttled"):
                 self._runtime_calls.labels(call, answer)
@@ -197,6 +207,11 @@ class RunMetrics:
         }
         for kind, value in tokens.items():
             self._gateway_tokens.labels(kind).inc(growth(kind, value))
+        # A gateway that has just started does not know them yet.
+        if given_up := stats.engine_given_up:
+            self._given_up_calls.inc(growth("given_up", given_up["calls"]))
+            for kind in _GIVEN_UP:
+                self._given_up_tokens.labels(kind).inc(growth(("given_up", kind), given_up[f"{kind}_tokens"]))
         for code, value in stats.errors.items():
             self._gateway_errors.labels(code).inc(growth((code,), value))
 

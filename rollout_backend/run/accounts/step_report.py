@@ -142,6 +142,9 @@ class StepReport(BaseModel, frozen=True):
     """Calls of tools that were not offered, by name, since then."""
     undelivered_replies: int = 0
     """Replies that no client received whole and no call continued, since then."""
+    given_up_calls: dict[str, int] = {}
+    """`calls` whose clients hung up while a training service sampled them, since then, with their `prompt_tokens` and
+    `sampled_tokens`. Calls that the service may have ended have their limits in `limit_tokens` instead."""
     left_out_replies: int = 0
     """Replies that training.leave_out leaves out of training, since then."""
     runaways: dict[str, int] = {}

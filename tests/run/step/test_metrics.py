@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -51,7 +52,11 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_d
     bench.check_ended(await step.run())
 
     async def refresh():
-        metrics.update(*accounts, GatewayStats(sessions_open=1, calls_in_flight=2, calls=5, errors={"x": 1}))
+        given_up = Counter(calls=2, prompt_tokens=30, sampled_tokens=40, limit_tokens=50)
+        stats = GatewayStats(sessions_open=1, calls_in_flight=2, calls=5, errors={"x": 1}, engine_given_up=given_up)
+        metrics.update(*accounts, stats)
+        # A gateway that restarts has not asked the engines yet.
+        metrics.update(*accounts, stats.model_copy(update={"engine_given_up": Counter()}))
 
     await refresh()
     await refresh()
@@ -74,6 +79,11 @@ async def test_a_steps_rollouts_calls_and_times_are_counted_once_and_served_as_d
     assert value("rollout_queue_up") == value("rollout_servers_up", {"server": "engine"}) == 1
     assert value("rollout_gateway_calls_total") == 5  # three scrapes
     assert value("rollout_gateway_errors_total", {"code": "x"}) == 1
+    assert value("rollout_gateway_given_up_calls_total") == 2
+    tokens = [
+        value("rollout_gateway_given_up_tokens_total", {"kind": kind}) for kind in ("prompt", "sampled", "limit")
+    ]
+    assert tokens == [30, 40, 50]
     assert value("rollout_open_sessions") == value("rollout_open_rollouts", {"phase": "running"}) == 0
     served = {name for name in families if not name.endswith("_created")}
     assert served == {name.removesuffix("_total") for name in DOCUMENTED}

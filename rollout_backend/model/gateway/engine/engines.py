@@ -20,6 +20,7 @@ Invariants:
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -216,6 +217,8 @@ class _Rank(BaseModel):
     max_running_requests: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
+    # Only training services report it: see `training.sampling_server`.
+    given_up: dict[str, int] = {}
 
 
 class _Loads(BaseModel):
@@ -259,6 +262,7 @@ async def _load(http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
         kv_used=sum(rank.num_used_tokens for rank in ranks),
         kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
+        given_up=sum((Counter(rank.given_up) for rank in ranks), Counter()),
     )
 
 
