@@ -32,6 +32,8 @@ def _lines() -> Iterator[str]:
 def _when(call: Call) -> str:
     if call.pins:
         return " (`runtime.qualifier`)"
+    if call.sessions:
+        return " (`training_service.kind: sagemaker`)"
     return f" (`--build {', '.join(call.only)}`)" if call.only and "code" not in call.only else ""
 
 

@@ -82,7 +82,7 @@ async def doctor(
         findings.append(await asyncio.to_thread(check_agent, agent, runs_file=runs_file))
     findings += await examine(settings, rollouts, machine=not services, engine=engine)
     service = settings.training_service
-    if service is not None and service.kind == "tinker" and settings.serving.kind != "tinker":
+    if service is not None and settings.serving.kind != "tinker":
         findings += await check_service(settings, trains=True)
     findings = [*group_by_cause([*findings, *of_tasks])]
     if as_json:

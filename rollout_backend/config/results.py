@@ -159,6 +159,13 @@ class PriceConfig(Section):
     """Price of a million GET requests. A result takes one."""
     sqs_million: Dollars = 0.4
     """Price of a million SQS requests. A result takes three: send, receive, delete."""
+    prefill_million: Dollars | None = None
+    """Price of a million prompt tokens in samples of SageMaker's training sessions. With this one and the next two,
+    `rollout train` prints what each step's tokens cost. Default: it prints the tokens alone."""
+    sample_million: Dollars | None = None
+    """Price of a million sampled tokens."""
+    training_million: Dollars | None = None
+    """Price of a million tokens to train on."""
     gpu_hour: Dollars | None = None
     """Price of a GPU-hour. Default: the estimate leaves GPUs out."""
     gpus: int | None = Field(default=None, ge=1)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.errors import ConfigError, TrainingServiceError
+from rollout_backend.errors import ConfigError, PreflightError, TrainingServiceError
+from rollout_backend.training.sagemaker import SageMakerService
 from rollout_backend.training.tinker import TinkerService
 
 _NAME = "training_service"
@@ -24,6 +25,8 @@ async def check_service(config: RolloutConfig, *, trains: bool) -> list[CheckRes
     """Return what was found, for a training on the service or for a run that samples from it."""
     settings = config.training_service
     assert settings is not None, "the settings require it"
+    if settings.kind == "sagemaker":
+        return [await _check_sessions(config)]
     where = settings.base_url or "Thinking Machines' service"
     service = TinkerService(settings, trains=trains)
     try:
@@ -44,6 +47,14 @@ async def check_service(config: RolloutConfig, *, trains: bool) -> list[CheckRes
         await service.__aexit__(None, None, None)
     text = "the service's API has no prices: what it bills for tokens is in no estimate"
     return [*found, CheckResult("unchecked", "prices", text, f"{_NAME}-prices")]
+
+
+async def _check_sessions(config: RolloutConfig) -> CheckResult:
+    try:
+        async with SageMakerService(config):
+            return CheckResult("ok", _NAME, f"SageMaker lists its training sessions in {config.aws.region}")
+    except PreflightError as error:
+        return CheckResult.of_error(_NAME, error)
 
 
 def _check_context(config: RolloutConfig, service: TinkerService) -> CheckResult:

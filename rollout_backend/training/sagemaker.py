@@ -48,11 +48,7 @@ _UNKNOWN = "unknown"
 _PENDING = frozenset({"Created", "Scheduled", "Deleting", _UNKNOWN})
 _PAUSES = wait_random_exponential(multiplier=0.5, max=10)
 _STOP_S = 30.0
-_BILLED = {
-    "PrefillTokenCount": "billed_prefill_tokens",
-    "SampleTokenCount": "billed_sample_tokens",
-    "TrainingTokenCount": "billed_training_tokens",
-}
+_BILLED = ("prefill", "sample", "training")
 _SAMPLING = {"temperature": "temperature", "top_p": "topP", "top_k": "topK", "seed": "seed"}
 
 
@@ -104,6 +100,7 @@ class SageMakerService:
         assert config.training_service.sagemaker is not None
         self._settings = config.training_service
         self._sagemaker = config.training_service.sagemaker
+        self._prices = [getattr(config.prices, f"{kind}_million") for kind in _BILLED]
         self._region = config.aws.region
         self._name = session_name(config.storage, config.run_id)
         self._stack = contextlib.AsyncExitStack()
@@ -323,9 +320,13 @@ class SageMakerService:
         return dict(found["TrainingSessionDetail"])
 
     async def _newly_billed(self, until: float) -> dict[str, float]:
-        """Return the tokens that SageMaker has billed since the last call."""
+        """Return the tokens that SageMaker has billed since the last call, and their cost if the prices are known."""
         before, self._billed = self._billed, _billed(await self._describe(self._session, until))
-        return {name: float(count - before[name]) for name, count in self._billed.items()}
+        found = {f"billed_{kind}_tokens": float(self._billed[kind] - before[kind]) for kind in _BILLED}
+        if None not in self._prices:
+            cost = sum(price * tokens for price, tokens in zip(self._prices, found.values(), strict=True))
+            found["billed_dollars"] = cost / 1e6
+        return found
 
     # --- operations ---------------------------------------------------------------------------------------
 
@@ -443,7 +444,7 @@ def _is_refusal(error: ClientError) -> bool:
 
 def _billed(session: Mapping[str, Any]) -> dict[str, int]:
     usage = session.get("BillableTokenUsage") or {}
-    return {ours: int(usage.get(name) or 0) for name, ours in _BILLED.items()}
+    return {kind: int(usage.get(f"{kind.capitalize()}TokenCount") or 0) for kind in _BILLED}
 
 
 def _parts(batch: Sequence[Datum]) -> Iterator[list[Datum]]:

@@ -53,7 +53,8 @@ OF_CREATION = {  # of the runtime, which the first deployment has created
 
 
 def actions_of(calls: tuple[Call, ...]) -> set[str]:
-    return {action for call in calls for action in call.actions}
+    """Return the actions of these calls, without those on training sessions, which this account has none of."""
+    return {action for call in calls if not call.sessions for action in call.actions}
 
 
 def write_programs(folder: Path, build: str) -> dict[str, str]:

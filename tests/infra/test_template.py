@@ -11,7 +11,9 @@ from typing import Any, get_args
 import pytest
 
 from builders import run_config
+from rollout_backend.base.aws import Identity
 from rollout_backend.config import RuntimeConfig
+from rollout_backend.run.checks.account import needed_permissions
 from rollout_backend.run.collect import buffer
 from rollout_backend.workbench.deploy.calls import BUILD, DEPLOY, DOWN
 from tests.emulators.iam_proxy import Access, allowed
@@ -23,6 +25,7 @@ NAMELESS = {
     "bedrock-agentcore:ListAgentRuntimes",
     "cloudwatch:PutMetricData",
     "ecr:GetAuthorizationToken",
+    "sagemaker:ListTrainingSessions",
     "servicequotas:ListServiceQuotas",
     "sqs:ListQueues",
     "xray:GetSamplingRules",
@@ -72,7 +75,9 @@ def policy_of(resource: str) -> list[Statement]:
     return statements(document)
 
 
-AGENT, TRAINER, DEPLOYER, BUILDER = map(policy_of, ("AgentRole", "TrainerPolicy", "DeployerPolicy", "BuildRole"))
+AGENT, TRAINER, DEPLOYER, BUILDER, SESSIONS = map(
+    policy_of, ("AgentRole", "TrainerPolicy", "DeployerPolicy", "BuildRole", "TrainingSessionsPolicy")
+)
 
 
 @pytest.mark.slow
@@ -85,7 +90,7 @@ def test_cfn_lint_finds_nothing(name: str) -> None:
 
 
 def test_no_action_is_a_wildcard_and_a_resource_only_where_an_action_names_none():
-    for statement in AGENT + TRAINER + DEPLOYER + BUILDER:
+    for statement in AGENT + TRAINER + DEPLOYER + BUILDER + SESSIONS:
         assert "*" not in "".join(listed(statement["Action"])), statement["Sid"]
         if "*" in resources(statement):
             assert set(listed(statement["Action"])) <= NAMELESS, statement["Sid"]
@@ -199,6 +204,55 @@ def test_the_trainer_makes_runtimes_under_their_own_name_and_only_where_it_is_al
     assert (passing["Action"], resources(passing)) == ("iam:PassRole", [{"Fn::GetAtt": "AgentRole.Arn"}])
     assert passing["Condition"] == {"StringEquals": {"iam:PassedToService": "bedrock-agentcore.amazonaws.com"}}
     assert {a for a in actions(TRAINER) if a.startswith("iam:")} == {"iam:PassRole", "iam:CreateServiceLinkedRole"}
+
+
+def test_training_sessions_are_allowed_where_they_are_asked_for_and_as_the_check_lists_them(stack):
+    role = "arn:aws:iam::000000000000:role/sessions"
+    named = {"TrainerPolicy": "trainer", "TrainingSessionsPolicy": "sessions", "TrainingSessionRole": role}
+    arns = {**ARNS, **named, "BuildRole": "arn:aws:none:::BuildRole"}
+    with_sessions, without = (stack(arns, AgentName="agent", TrainingSessions=value) for value in ("true", "false"))
+    caller = Identity("arn:aws:sts::000000000000:assumed-role/r/s", "000000000000", "env", True, True, None)
+    account = "arn:aws:sagemaker:us-east-1:000000000000"
+    sagemaker = {
+        "role_arn": role,
+        "model_package_group_arn": f"{account}:model-package-group/checkpoints",
+        "output": "s3://bucket/checkpoints",
+    }
+    model = "arn:aws:sagemaker:us-east-1:aws:hub-content/SageMakerPublicHub/Model/tiny"
+    service = {"kind": "sagemaker", "base_model": model, "sagemaker": sagemaker}
+    needed = [
+        each
+        for each in needed_permissions(run_config(training_service=service), caller)
+        if "TrainingSessionsPolicyArn" in each.policy
+    ]
+    policy = with_sessions.policy("TrainingSessionsPolicy")
+    assert {each.action for each in needed} == actions(policy)
+    for each in needed:
+        for resource in each.resources:
+            assert allowed(policy, Access(each.action, resource, dict(each.context)))
+    for other in (f"{account}:training-session/another", f"{account}:training-job/rollout-run"):
+        assert not allowed(policy, Access("sagemaker:StopTrainingSession", other))
+    assert not allowed(policy, Access("iam:PassRole", role, {"iam:PassedToService": "ec2.amazonaws.com"}))
+    for made, attached in ((with_sessions, True), (without, False)):
+        assert ("sessions" in made.property("TrainerRole", "ManagedPolicyArns")) is attached
+        deletes = Access("sagemaker:DeleteTrainingSession", f"{account}:training-session/rollout-run-1")
+        assert allowed(made.policy("DeployerPolicy"), deletes) is attached
+    for resource in ("TrainingSessionsPolicy", "TrainingSessionRole"):
+        assert TEMPLATE["Resources"][resource]["Condition"] == "HasTrainingSessions"
+    (trust,) = TEMPLATE["Resources"]["TrainingSessionRole"]["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+    assert trust["Principal"] == {"Service": "sagemaker.amazonaws.com"}
+    assert trust["Condition"]["StringEquals"] == {"aws:SourceAccount": {"Ref": "AWS::AccountId"}}
+
+
+@pytest.mark.parametrize("name", ["TrainerPolicy", "DeployerPolicy", "TrainingSessionsPolicy"])
+def test_a_policy_with_everything_is_as_short_as_a_managed_policy_must_be(stack, name):
+    arns = dict.fromkeys(TEMPLATE["Resources"], "arn:aws:none:us-east-1:000000000000:" + "x" * 60)
+    options = {
+        key: "true" for key, given in TEMPLATE["Parameters"].items() if "true" in given.get("AllowedValues", ())
+    }
+    made = stack(arns, **options, AgentName="a" * 48, ImageUri="x", NetworkStack="n" * 30)
+    # IAM counts no white space.
+    assert len("".join(json.dumps(made.policy(name)).split())) < 6144
 
 
 def test_the_deployers_policy_is_exactly_what_the_commands_say_that_they_call():

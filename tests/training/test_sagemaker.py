@@ -7,9 +7,11 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
+from builders import eventually
 from rollout_backend.base.aws import Identity
 from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
@@ -17,6 +19,7 @@ from rollout_backend.run.checks.account import needed_permissions
 from rollout_backend.training import sagemaker
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.sagemaker import SageMakerService
+from rollout_backend.training.sampling_server import SamplingServer
 from rollout_backend.training.service import Datum
 from rollout_backend.training.tinker import TinkerService
 from tests.emulators.sagemaker_emulator import GROUP as PACKAGES
@@ -315,9 +318,31 @@ async def test_a_sequence_ends_at_the_limit_or_the_stop_token(emulator: SageMake
             await service.sample(weights, PROMPT, {**SAMPLING, "temperature": 3.0})
 
 
+async def test_a_sample_whose_client_hangs_up_is_counted_as_it_is_billed(emulator: SageMakerEmulator) -> None:
+    async with SageMakerService(settings(emulator.url)) as service, SamplingServer(service, "tiny", 60.0) as server:
+        await service.begin(None)
+        await server.serve((await service.save("start", keep=True)).sampler, 0)
+        emulator.faults.polls = 10**9
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 600, "temperature": 1.0}}
+        async with aiohttp.ClientSession() as http:
+            call = asyncio.ensure_future(http.post(f"{server.url}/generate", json=body))
+            await emulator.arrived("GetSamplingOperationResult", 2)
+            call.cancel()
+            await eventually(lambda: server._given_up["calls"])
+            emulator.faults.polls = 0
+            await eventually(lambda: server._given_up["sampled_tokens"])
+            async with http.get(f"{server.url}/v1/loads") as response:
+                [load] = (await response.json())["loads"]
+    assert load["given_up"] == {"calls": 1, "prompt_tokens": 2, "sampled_tokens": 600}
+    assert len(emulator.samples) == 1
+
+
 async def test_large_batches_are_divided(emulator: SageMakerEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sagemaker, "_OPERATION_TOKENS", 7)
-    async with SageMakerService(settings(emulator.url)) as service:
+    config = settings(emulator.url)
+    prices = {"prefill_million": 1.0, "sample_million": 2.0, "training_million": 3.0}
+    config = config.model_copy(update={"prices": config.prices.model_copy(update=prices)})
+    async with SageMakerService(config) as service:
         await service.begin(None)
         metrics = await service.train([[datum()] * 5 + [datum([100, *[1] * 20])]])
     assert emulator.counts["ExecuteTrainingOperation"] == 3 + 1 + 1
@@ -325,6 +350,7 @@ async def test_large_batches_are_divided(emulator: SageMakerEmulator, monkeypatc
     [session] = emulator.sessions.values()
     assert [len(step) for step in session.learner.history] == [6]
     assert metrics["billed_training_tokens"] == 5 * 3 + 21
+    assert metrics["billed_dollars"] == pytest.approx(36 * 3e-6)
 
 
 @pytest.mark.parametrize(
@@ -380,9 +406,12 @@ def test_names_of_sessions_follow_from_the_run() -> None:
     assert sagemaker.session_name(other, "run") != sagemaker.session_name(config.storage, "run")
 
 
-def test_doctor_knows_the_permissions_of_sessions() -> None:
+async def test_doctor_knows_the_permissions_of_each_call(emulator: SageMakerEmulator) -> None:
+    await train(World(emulator.saved), settings(emulator.url))
     caller = Identity("arn:aws:iam::123456789012:user/trainer", "123456789012", "env", False, False, None)
     needed = {each.action: each for each in needed_permissions(settings("http://service", base_url=None), caller)}
+    of_sagemaker = {action for action in needed if action.startswith("sagemaker:")}
+    assert of_sagemaker == {f"sagemaker:{name}" for name in emulator.counts}
     assert needed["iam:PassRole"].resources == (ROLE,)
     [session] = needed["sagemaker:CreateTrainingSession"].resources
     assert session.startswith("arn:aws:sagemaker:us-east-1:123456789012:training-session/rollout-")

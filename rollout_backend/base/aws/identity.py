@@ -70,6 +70,8 @@ class Permission:
     """The operation that needs the action, if it has a different name."""
     needed: bool = True
     """False if a run works without the permission and then does less."""
+    policy: str = "TrainerPolicyArn"
+    """The stack's output with the policy that has it."""
 
     @property
     def operation(self) -> str:

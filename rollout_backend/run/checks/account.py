@@ -4,6 +4,7 @@ import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
@@ -30,6 +31,16 @@ _REFUSED_S = 300.0
 _NOTABLE_S = 30.0
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _ROLLOUT = "doctor"
+# The operations of `training.sagemaker`. IAM's actions have their names.
+_OF_SESSIONS = (
+    "CreateTrainingSession",
+    "DescribeTrainingSession",
+    "StopTrainingSession",
+    "ExecuteTrainingOperation",
+    "GetTrainingOperationResult",
+    "ExecuteSamplingOperation",
+    "GetSamplingOperationResult",
+)
 
 
 # --- credentials ------------------------------------------------------------------------------------------
@@ -137,11 +148,13 @@ def _of_training_sessions(config: RolloutConfig, arn: str) -> list[Permission]:
         return []
     sessions = (f"{arn}:training-session/rollout-{_ROLLOUT}",)
     passed = (("iam:PassedToService", "sagemaker.amazonaws.com"),)
-    return [
+    found = [
         Permission("sagemaker:ListTrainingSessions", ("*",)),
-        *(Permission(f"sagemaker:{name}TrainingSession", sessions) for name in ("Create", "Describe", "Stop")),
+        *(Permission(f"sagemaker:{name}", sessions) for name in _OF_SESSIONS),
         Permission("iam:PassRole", (service.sagemaker.role_arn,), passed),
     ]
+    policy = "TrainingSessionsPolicyArn, of a stack with TrainingSessions=true,"
+    return [replace(each, policy=policy) for each in found]
 
 
 def region_of_queue(url: str) -> str | None:
@@ -184,7 +197,7 @@ def _permission_line(permission: Permission, decision: str | None, called: bool 
     result = f"permission:{name}{':presigned' if 'presigned' in operation else ''}"
     denied = "an explicit Deny forbids it" if decision == "explicitDeny" else "no policy allows it"
     on = f"on {' and '.join(permission.resources)}"
-    advice = "attach the stack's TrainerPolicyArn to the trainer's role, or add it to that role's policy"
+    advice = f"attach the stack's {permission.policy} to the trainer's role, or add it to that role's policy"
     if called is False:
         text = f"{operation} was refused. It is needed {on}: {advice}"
     elif decision is None and called:

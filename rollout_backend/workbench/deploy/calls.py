@@ -19,6 +19,8 @@ class Call(NamedTuple):
     only: tuple[str, ...] = ()
     pins: bool = False
     """Whether only a deployment with `runtime.qualifier` makes the call."""
+    sessions: bool = False
+    """Whether the call is made only if runs train in sessions of SageMaker."""
 
 
 _AC = "bedrock-agentcore"
@@ -104,6 +106,15 @@ DOWN = (
     Call("ListObjectsV2", ("s3:ListBucket",), "finds the runs, the code and the results"),
     Call("ListQueues", ("sqs:ListQueues",), "finds the queues of runs"),
     Call("DeleteQueue", ("sqs:DeleteQueue",), "deletes them"),
+    Call(
+        "ListTrainingSessions",
+        ("sagemaker:ListTrainingSessions",),
+        "finds the training sessions of runs",
+        sessions=True,
+    ),
+    Call("DescribeTrainingSession", ("sagemaker:DescribeTrainingSession",), "waits for their end", sessions=True),
+    Call("StopTrainingSession", ("sagemaker:StopTrainingSession",), "stops them", sessions=True),
+    Call("DeleteTrainingSession", ("sagemaker:DeleteTrainingSession",), "deletes them", sessions=True),
     Call("DeleteObjects", ("s3:DeleteObject",), "deletes the code, and the results with --delete-results"),
 )
 

@@ -195,6 +195,7 @@ def _read(name: str, region: str, parameters: Mapping[str, str], outputs: Mappin
         repository=outputs["RepositoryUri"],
         build_role=outputs.get("BuildRoleArn"),
         stack=name,
+        trains_in_sessions=parameters.get("TrainingSessions") == "true",
     )
 
 

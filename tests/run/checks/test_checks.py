@@ -130,6 +130,20 @@ def refuse_presigned_urls(account: Account) -> None:
     account.deny("s3:PutObject", on=f"arn:aws:s3:::{account.storage.bucket}/*/steps/*")
 
 
+def train_in_sessions(account: Account, *denied: str) -> None:
+    arn = "arn:aws:sagemaker:us-east-1:000000000000:model-package-group/checkpoints"
+    account.sections["training_service"] = {
+        "kind": "sagemaker",
+        "base_model": "arn:aws:sagemaker:us-east-1:aws:hub-content/SageMakerPublicHub/Model/tiny",
+        "sagemaker": {
+            "role_arn": "arn:aws:iam::000000000000:role/sessions",
+            "model_package_group_arn": arn,
+            "output": "s3://bucket/checkpoints",
+        },
+    }
+    account.deny(*denied)
+
+
 # What is broken, and the line about it: its name, its level and some of its words.
 ACCOUNT: dict[str, tuple[Callable[[Account], object], str, str, str]] = {
     "an expired token": (
@@ -202,6 +216,16 @@ ACCOUNT: dict[str, tuple[Callable[[Account], object], str, str, str]] = {
     "denied quotas": (
         lambda account: account.agentcore("servicequotas:ListServiceQuotas", "iam:SimulatePrincipalPolicy"),
         "runtime-quotas", "unchecked", "these credentials may not call servicequotas:ListServiceQuotas",
+    ),
+    "a denied operation of training sessions": (
+        lambda account: train_in_sessions(account, "sagemaker:ExecuteSamplingOperation"),
+        "permission:sagemaker:ExecuteSamplingOperation", "problem",
+        "on arn:aws:sagemaker:us-east-1:000000000000:training-session/rollout-doctor: attach the stack's "
+        "TrainingSessionsPolicyArn, of a stack with TrainingSessions=true,",
+    ),
+    "a role that may not be given to sessions": (
+        lambda account: train_in_sessions(account, "iam:PassRole"),
+        "permission:iam:PassRole", "problem", "on arn:aws:iam::000000000000:role/sessions",
     ),
     "a denied stop": (
         lambda account: account.agentcore("bedrock-agentcore:StopRuntimeSession"),
