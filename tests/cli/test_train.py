@@ -1,8 +1,10 @@
-"""`rollout train`, whole: agents in their own process, the gateway, S3 and SQS, and the emulated service."""
+"""`rollout train`, whole: agents in their own process, the gateway, S3 and SQS, and an emulated service."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,11 @@ from agent_servers import serve_agent
 from agent_wrapper.contract import Rollout
 from rollout_backend.workbench.local.cloud import LocalStorage
 from rollout_backend.workbench.local.scripted import BYTE_MODEL
-from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.sagemaker_emulator import GROUP as PACKAGES
+from tests.emulators.sagemaker_emulator import MODEL, ROLE, SageMakerEmulator
+from tests.emulators.tinker_emulator import Sample, TabularPolicy, TinkerEmulator
 from tests.emulators.tinker_training import EmulatedTrainer
+from tests.emulators.tiny_learner import TrainedDatum
 
 AGENT = '''
 """An agent that is rewarded for each letter a of its model's reply."""
@@ -38,17 +43,67 @@ async def agent(context: RolloutContext) -> dict[str, object]:
 if __name__ == "__main__":
     app.run()
 '''
-STEPS, GROUP = 4, 8
+STEPS, GROUP, REPLY = 4, 8, 4
+
+
+def untrained() -> TabularPolicy:
+    vocabulary = Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json")).encode("abcd").ids
+    return TabularPolicy(vocabulary, np.zeros((5, 4)))
 
 
 @pytest.fixture
 def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[TinkerEmulator]:
     """The service, in a thread: each command has its own event loop."""
-    vocabulary = Tokenizer.from_file(str(BYTE_MODEL / "tokenizer.json")).encode("abcd").ids
-    service = TinkerEmulator({"tiny": TabularPolicy(vocabulary, np.zeros((5, 4)))}, poll_s=0.2)
+    service = TinkerEmulator({"tiny": untrained()}, poll_s=0.2)
     monkeypatch.setenv("TINKER_API_KEY", service.key)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(service):
         yield service
+
+
+@dataclass(frozen=True)
+class Service:
+    """A training service of one kind, and what it did."""
+
+    section: dict[str, Any]
+    """The settings of `training_service`."""
+    samples: list[Sample]
+    data: list[TrainedDatum]
+    history: Callable[[], Sequence[object]]
+    """Returns the optimizer steps of the newest checkpoint."""
+    version: Callable[[str], int]
+    """Returns the step that has trained the weights at a path."""
+    printed: tuple[str, ...] = ()
+    """Metrics that each step prints."""
+
+
+@pytest.fixture(params=["tinker", "sagemaker"])
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    if request.param == "tinker":
+        emulator = request.getfixturevalue("emulator")
+        trainer = EmulatedTrainer(emulator)
+        section = {"base_url": emulator.url, "base_model": "tiny", "learning_rate": 1.0}
+        yield Service(
+            section,
+            emulator.samples,
+            trainer.data,
+            history=lambda: trainer.history([*trainer.states][-1]),
+            version=lambda path: int(path[-6:]),
+        )
+        return
+    # The service accepts learning rates up to 0.01.
+    sessions = SageMakerEmulator({MODEL: untrained()}, rate_scale=100)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(sessions):
+        sagemaker = {"role_arn": ROLE, "model_package_group_arn": PACKAGES, "output": "s3://bucket/checkpoints"}
+        section = {"base_url": sessions.url, "base_model": MODEL, "learning_rate": 0.01, "sagemaker": sagemaker}
+        yield Service(
+            {"kind": "sagemaker", **section},
+            sessions.samples,
+            sessions.data,
+            history=lambda: sessions.history([*sessions.states][-1]),
+            version=lambda path: [*sessions.saved].index(path),
+            printed=("billed_prefill_tokens", "billed_sample_tokens", "billed_training_tokens"),
+        )
+    assert not any(session.status in ("Running", "Blocked") for session in sessions.sessions.values())
 
 
 @pytest.fixture
@@ -63,19 +118,18 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
-    rollout, settings, files, here, storage: LocalStorage, emulator: TinkerEmulator, run_id: str
+    rollout, settings, files, here, storage: LocalStorage, service: Service, run_id: str
 ) -> None:
-    trainer = EmulatedTrainer(emulator)
     agent = here / "agent.py"
     agent.write_text(AGENT)
-    section = {"base_url": emulator.url, "base_model": "tiny", "rank": 8, "tasks_per_step": 2, "learning_rate": 1.0}
+    section = {**service.section, "rank": 8, "tasks_per_step": 2}
     with serve_agent(agent, storage, here / "agent") as url:
         config = settings(
             runtime={"kind": "http", "url": url},
             queue={"wait_s": 1},
             run_id=run_id,
             output_dir="runs",
-            sampling={"max_tokens": 4, "seed": 7},
+            sampling={"max_tokens": REPLY, "seed": 7},
             group={"size": GROUP},
             training_service={**section, "steps": STEPS - 2, "evaluate_every": 2},
             model={"path": str(BYTE_MODEL), "renderer": "chatml"},
@@ -83,16 +137,18 @@ def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
         command = ("train", config, "--tasks", files[0], "--held-out", files[1])
         code, output = rollout(*command)
         assert code == 0, output
-        assert f"trained {STEPS - 2} steps: weights tinker://" in output
-        optimizer_steps = len(trainer.history([*trainer.states][-1]))
+        assert f"trained {STEPS - 2} steps: weights " in output
+        assert all(name in output for name in service.printed)
+        optimizer_steps = len(service.history())
         code, output = rollout(*command, "-o", f"training_service.steps={STEPS}")
         assert code == 0, output
         assert "step 1 of" not in output
         assert f"step {STEPS} of {STEPS}: reward" in output
-    history = trainer.history([*trainer.states][-1])
-    assert len(history) == STEPS > optimizer_steps
+    assert len(service.history()) == STEPS > optimizer_steps
     # Every trained token is one that the service sampled, with its logprob, and each token names its weights.
-    sampled = {((*each.prompt, *each.tokens), each.logprobs): each.model_path for each in emulator.samples}
+    sampled = {
+        ((*each.prompt, *each.tokens[:REPLY]), each.logprobs[:REPLY]): each.model_path for each in service.samples
+    }
     folder, rewards = here / "runs" / run_id, {}
     for place in sorted((folder / "rollouts").iterdir()):
         found = [Rollout.decode(path.read_bytes()) for path in place.iterdir() if "~" not in path.name]
@@ -104,11 +160,11 @@ def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
             )
             path = sampled[tuple(segment.token_ids), logprobs]
             [span] = segment.turns[0].weight_versions
-            assert path.endswith(f"-{int(span.version):06d}")
+            assert service.version(path) == int(span.version)
     means = [float(np.mean(rewards[step])) for step in sorted(rewards) if len(rewards[step]) == 2 * GROUP]
     assert len(means) == STEPS
     assert means[-1] > means[0] + 0.2
-    for datum in trainer.data:
+    for datum in service.data:
         text = (*datum.tokens, int(datum.inputs["target_tokens"][-1]))
         is_sampled = datum.inputs["advantages"] != 0
         assert (text, tuple(datum.inputs["logprobs"][is_sampled].tolist())) in sampled
