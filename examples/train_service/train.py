@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import time
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import yaml
 
+from agent_wrapper.contract import Rollout
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.model.serving.install import find_model
 from rollout_backend.model.serving.server_process import ServerProcess, free_port
@@ -31,6 +36,7 @@ CACHE = Path("~/.cache/rollout-backend").expanduser()
 SKYRL, SDK = "0.4.0", "0.25.0"
 PROMPTS, GROUP, REPLY = 8, 4, 8
 START_S = 600.0
+Reply = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 def default_python() -> str:
@@ -105,6 +111,56 @@ def settings(cloud: LocalCloud, url: str, model: Path, steps: int) -> dict[str, 
     }
 
 
+def compare_tokens(database: Path, run: Path) -> str:
+    """Return how many replies of a run, and how many rows that were trained, have the tokens and logprobs that SkyRL
+    sampled, by its own records.
+
+    Raises:
+        ValueError: one has others.
+    """
+    sampled, trained = set[Reply](), list[Reply | None]()
+    with contextlib.closing(sqlite3.connect(database)) as service:
+        done = "SELECT lower(request_type), request_data, result_data FROM futures WHERE lower(status) = 'completed'"
+        for kind, asked, answer in service.execute(done):
+            request = json.loads(asked)
+            if kind == "sample":
+                prompt = ids_of(request["prompt"])
+                replies = json.loads(answer)["sequences"]
+                sampled |= {reply_of(prompt + each["tokens"], each["logprobs"]) for each in replies}
+            elif kind == "forward_backward":
+                trained += map(reply_in, request["data"])
+    stored = [
+        reply_of(segment.token_ids[: turn.end], segment.logprobs[turn.start : turn.end])
+        for path in sorted((run / "rollouts").glob("*/*"))
+        if "~" not in path.name
+        for segment in Rollout.decode(path.read_bytes()).segments
+        for turn in segment.turns
+    ]
+    for name, found in (("replies", stored), ("trained rows", trained)):
+        if wrong := sum(each not in sampled for each in found):
+            raise ValueError(f"{wrong} of {len(found)} {name} have other tokens or logprobs than SkyRL sampled")
+    return f"SkyRL sampled all tokens and logprobs of {len(stored)} replies and {len(trained)} trained rows"
+
+
+def ids_of(model_input: dict[str, Any]) -> list[int]:
+    return [token for chunk in model_input["chunks"] for token in chunk["tokens"]]
+
+
+def reply_of(ids: Sequence[int], logprobs: Sequence[float]) -> Reply:
+    """Return a prompt with its reply, and the reply's logprobs as the service computes them, in single precision."""
+    return tuple(ids), tuple(array("f", logprobs))
+
+
+def reply_in(datum: dict[str, Any]) -> Reply | None:
+    """Return the reply in a row, whose agent makes one call; None if its targets are not its tokens."""
+    tokens, inputs = ids_of(datum["model_input"]), datum["loss_fn_inputs"]
+    targets, logprobs, advantages = (inputs[name]["data"] for name in ("target_tokens", "logprobs", "advantages"))
+    if tokens[1:] != targets[:-1]:
+        return None
+    is_sampled = zip(logprobs, advantages, strict=True)
+    return reply_of([*tokens, targets[-1]], [logprob for logprob, advantage in is_sampled if advantage])
+
+
 async def answers(url: str) -> bool:
     try:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/api/v1/healthz") as response:
@@ -133,7 +189,10 @@ async def train(steps: int, model: Path, work: Path, python: str) -> int:
             paths = os.pathsep.join([str(sdk), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
             environ = {**os.environ, **cloud.environ, "PYTHONPATH": paths, "TINKER_API_KEY": "tml-local"}
             process = await asyncio.create_subprocess_exec(sys.executable, *command, env=environ)
-            return await process.wait()
+            if (code := await process.wait()) == 0:
+                run = Path("runs") / yaml.safe_load(config.read_text())["run_id"]
+                print(await asyncio.to_thread(compare_tokens, work / "tinker.db", run))
+            return code
     finally:
         await skyrl.stop()
 
@@ -149,7 +208,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     try:
         raise SystemExit(asyncio.run(train(options.steps, model, options.work.absolute(), options.python)))
-    except RolloutBackendError as error:
+    except (RolloutBackendError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

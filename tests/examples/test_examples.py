@@ -1,6 +1,8 @@
 """The example agents and the files that they ship with, and a command as an agent."""
 
+import contextlib
 import json
+import sqlite3
 import sys
 from types import SimpleNamespace
 
@@ -211,3 +213,37 @@ def test_trl_trains_no_token_without_a_logprob(load):
     assert [row["env_mask"] for row in rows] == [[0, 1, 1], [0, 0, 0]]
     assert [row["logprobs"] for row in rows] == [[0.0, -0.5, -0.5], [0.0] * 3]
     assert [row["agent_reward"] for row in rows] == [1.0, None], "nothing of the second one can be trained"
+
+
+@pytest.mark.parametrize("change", ["", "token", "logprob", "target"])
+def test_the_tokens_of_a_training_are_compared_with_those_of_the_service(load, tmp_path, change):
+    compare = load("train_service/train.py").compare_tokens
+    segment = make_segment(prompt=3, sampled=2)
+    stored = tmp_path / "run" / "rollouts" / "1" / "task-a.0"
+    stored.parent.mkdir(parents=True)
+    stored.write_bytes(make_rollout(segments=[segment]).encode())
+    prompt = {"chunks": [{"tokens": [0, 1, 2]}]}
+    reply = {"tokens": [3, 5 if change == "token" else 4], "logprobs": [-0.5, -0.25 if change == "logprob" else -0.5]}
+    inputs = {
+        "target_tokens": [1, 2, 4 if change == "target" else 3, 4],
+        "logprobs": [0, 0, -0.5, -0.5],
+        "advantages": [0, 0, 1, 1],
+    }
+    datum = {
+        "model_input": {"chunks": [{"tokens": [0, 1, 2, 3]}]},
+        "loss_fn_inputs": {name: {"data": values} for name, values in inputs.items()},
+    }
+    with contextlib.closing(sqlite3.connect(tmp_path / "tinker.db")) as database, database:
+        database.execute("CREATE TABLE futures (request_type, request_data, result_data, status)")
+        for kind, asked, answer in (
+            ("SAMPLE", {"prompt": prompt}, {"sequences": [reply]}),
+            ("FORWARD_BACKWARD", {"data": [datum]}, {}),
+        ):
+            database.execute(
+                "INSERT INTO futures VALUES (?, ?, ?, 'COMPLETED')", (kind, json.dumps(asked), json.dumps(answer))
+            )
+    if change:
+        with pytest.raises(ValueError, match=r"1 of 1 (replies|trained rows) have other tokens or logprobs"):
+            compare(tmp_path / "tinker.db", tmp_path / "run")
+    else:
+        assert "1 replies and 1 trained rows" in compare(tmp_path / "tinker.db", tmp_path / "run")
