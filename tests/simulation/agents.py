@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 from agent_wrapper.contract import (
     Announcement,
@@ -136,12 +137,47 @@ class Agents:
 
     async def _leave(self, request: RolloutRequest, rollout: Rollout) -> None:
         """Leave a result at the source of the agent's protocol. The container waits for its stop."""
-        if self._sources.protocol == "agentcore-runtime-app":
+        if self._sources.protocol == "sagemaker-job-runtime":
+            self._sources.answer(request.session_id, failed=not await self._complete(request, rollout))
+        elif self._sources.protocol == "agentcore-runtime-app":
             self._sources.keep(rollout)
         else:
             key = Toolkit().result_key(request)
             await self._put(lambda: self._sources.write(key, rollout))
         await asyncio.Event().wait()
+
+    async def _complete(self, request: RolloutRequest, rollout: Rollout) -> bool:
+        """Report that the rollout is complete, then its reward. Return False if the agent or a report failed."""
+        if rollout.failure is not None:
+            await self._report(request, lambda: None, status="failed")
+            return False
+        sources, session_id = self._sources, request.session_id
+
+        def completed() -> None:
+            sources.completed_at[session_id] = self._env.now()
+
+        return await self._report(request, completed, status="ready") and await self._report(
+            request, lambda: sources.leave(rollout), rewards=[rollout.reward]
+        )
+
+    async def _report(self, request: RolloutRequest, on_heard: Callable[[], None], **fields: Any) -> bool:
+        """Report to the gateway, again without an answer. Return whether it was heard."""
+        heard = False
+        for _ in range(4):
+            await self._env.passes(0.3)
+            if self._env.is_silent("model"):
+                await asyncio.sleep(_MODEL_CALL_S)
+                continue
+            patience_s = 40 * self._env.random.random()
+            if self._env.chance("put_fails") or not await self._gateway.is_reached(request, patience_s, to_seal=True):
+                continue
+            self._gateway.report(request.session_id, **fields)
+            if not heard:
+                on_heard()
+            heard = True
+            if not self._env.chance("put_cut"):
+                break
+        return heard
 
     # --- publishing ---------------------------------------------------------------------------------------
 

@@ -159,7 +159,10 @@ class Checks:
         started, written_at = self._audit.session_started, self._bucket.written_at
         new = [key for key in self.finished(step.step) if written_at[key] > self._planned_at[step]]
         took = [written_at[key] - started[self._bucket.result(key).session_id] for key in new]
-        ran = self._world.now() - started[step.ledger.entries[rollout_id].session_id or ""]
+        session_id = step.ledger.entries[rollout_id].session_id or ""
+        if session_id not in started and self._config.runtime.invokes_last:
+            return  # it counts as started although the runtime has not received its invoke
+        ran = self._world.now() - started[session_id]
         _hold(bool(took), f"{rollout_id} is a straggler, and nothing is finished")
         least = self._config.group.straggler_factor * min(took)
         _hold(ran >= least, f"{rollout_id} is cut off after {ran:.1f} s, and the quickest earns it {least:.1f} s")
@@ -263,6 +266,7 @@ class Checks:
             refused = entry.reason == "invalid_result"
             _hold(not refused or key in self._bucket.objects, f"{key} is invalid, but there is no such result")
         for rollout in result.rollouts:
+            self._check_reward_reported(rollout)
             _hold(self._is_its_own(rollout), f"{rollout.rollout_id} is taken from {rollout.session_id!r}")
             settled = step.ledger.entries[rollout.rollout_id].outcome
             _hold(
@@ -281,6 +285,17 @@ class Checks:
             _hold(self._is_current(rollout), f"{rollout.rollout_id} was sampled from {weights} and is trained")
             content = self._as_published(rollout, truth) if self._scored else rollout
             _hold(truth.encode() == content.encode(), f"{rollout.rollout_id} is trained with other content")
+
+    def _check_reward_reported(self, rollout: Rollout) -> None:
+        """Check that a rollout of the job runtime ends without a reward only after waiting for it in vain."""
+        if rollout.failure is None or rollout.failure.reason != "no_reward":
+            return
+        name, session_id, sources = rollout.rollout_id, rollout.session_id, self._world.sources
+        _hold(session_id not in sources.rewards_read, f"{name} ends without the reward that its agent reported")
+        waited = self._bucket.written_at[self.key(rollout.step, name)] - sources.completed_at[session_id]
+        least = self._config.timeouts.publish_grace_s
+        is_last = session_id in sources.last_looks
+        _hold(is_last or waited >= least, f"{name} ends without a reward {waited:.1f} s after its completion")
 
     def _truth(self, step: Step, rollout: Rollout) -> Rollout | None:
         """Return what the rollout's agent published, or left at its source."""

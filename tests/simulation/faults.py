@@ -142,7 +142,10 @@ _RETRAINED = Situation(
 # Agents leave their results somewhere else than under their rollouts' keys.
 _OWN_SOURCE = {"queue_off": 1.0, "slow_gets": 0.0, "forged": 0.0, "junk": 0.0}
 _POLLED = Situation({**_OWN_SOURCE, "unavailable": 0.7}, runtime={"agent_protocol": "agentcore-runtime-app"})
+_REPORTED = Situation({**_OWN_SOURCE, "s3": 0.3}, runtime={"agent_protocol": "sagemaker-job-runtime"})
 _WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8, "silent_s3": 0.0}, runtime={"agent_protocol": "agentcore-rl-toolkit"})
 # Invokes and stops compete for one quota.
 _SHARED = Situation({"outage": 0.0}, runtime={"calls_per_s": 2.0, "stop_per_s": 10.0, "max_sessions": 64})
-_SITUATIONS = {3: _STRAGGLERS, 8: _STRAGGLERS, 6: _RETRAINED, 4: _POLLED, 10: _WRITTEN, 11: _OPENED, 7: _SHARED}
+_SITUATIONS = {
+    2: _REPORTED, 3: _STRAGGLERS, 4: _POLLED, 6: _RETRAINED, 7: _SHARED, 8: _STRAGGLERS, 10: _WRITTEN, 11: _OPENED,
+}  # fmt: skip

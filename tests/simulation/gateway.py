@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from agent_wrapper.contract import ModelEndpoint, RolloutRequest
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
@@ -16,6 +17,7 @@ from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ServingError
 from rollout_backend.model.gateway.sessions import journal as journals
+from tests.simulation.agent_sources import AgentSources
 from tests.simulation.environment import Environment
 from tests.simulation.session import Session
 from tests.simulation.trainer import Trainer
@@ -31,6 +33,8 @@ class Journal:
     journal_id: str
     calls: dict[str, list[int]] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
+    # By session, of the job runtime: `status` and `at`, then also `rewards`.
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Gateway:
@@ -83,6 +87,11 @@ class Gateway:
         own = claims.trainer_incarnation == str(self.trainer.number)
         return to_seal or own or claims.session_id in self.adopted
 
+    def report(self, session_id: str, **fields: Any) -> None:
+        """Record what the session's agent reports, as the registry of a gateway does."""
+        known = self.journal.reports.get(session_id, {"at": self.env.now()})
+        self.journal.reports[session_id] = {**known, **fields}
+
     def hear(self, trainer: Trainer) -> HeartbeatReport:
         """Return the sessions whose heartbeats arrived since the last call. Wrappers send them until they publish."""
         now = self.env.now()
@@ -106,9 +115,10 @@ class Gateway:
 class SimGateway:
     """Replaces `GatewayFleet`, for one trainer."""
 
-    def __init__(self, gateway: Gateway, trainer: Trainer) -> None:
+    def __init__(self, gateway: Gateway, trainer: Trainer, sources: AgentSources) -> None:
         self._gateway = gateway
         self._trainer = trainer
+        self._sources = sources
 
     @property
     def identity(self) -> str:
@@ -122,7 +132,10 @@ class SimGateway:
     async def revoke(self, sessions: Iterable[str]) -> None:
         self._trainer.require_alive()
         await self._answer()
-        self._gateway.journal.revoked.update(sessions)
+        journal = self._gateway.journal
+        for session_id in [*sessions]:
+            journal.revoked.add(session_id)
+            journal.reports.pop(session_id, None)
 
     async def adopt(self, sessions: Collection[str]) -> None:
         self._trainer.require_alive()
@@ -142,6 +155,25 @@ class SimGateway:
             raise TrajectoryUnavailable("the session is lost")
         return self._gateway.journal.calls.get(request.session_id, [])
 
+    async def reports(self) -> dict[str, Any]:
+        """Return all reports without their rewards; none if no answer comes."""
+        self._trainer.require_alive()
+        try:
+            await self._answer()
+        except ServingError:
+            return {}
+        return {session_id: _summary(self._gateway, session_id) for session_id in self._gateway.journal.reports}
+
+    async def report_of(self, session_id: str) -> dict[str, Any] | None:
+        """Return the report of a session. Raises ServingError if no answer comes, or Killed."""
+        self._trainer.require_alive()
+        await self._answer()
+        self._sources.polled(session_id)
+        report = self._gateway.journal.reports.get(session_id)
+        if report is not None and "rewards" in report:
+            self._sources.rewards_read.add(session_id)
+        return report and {**_summary(self._gateway, session_id), "rewards": report.get("rewards")}
+
     async def heard(self) -> list[HeartbeatReport | None]:
         self._trainer.require_alive()
         try:
@@ -156,3 +188,12 @@ class SimGateway:
             await asyncio.sleep(_CALL_S)
             self._trainer.require_alive()
             raise ServingError("a gateway gave no answer")
+
+
+def _summary(gateway: Gateway, session_id: str) -> dict[str, Any]:
+    report = gateway.journal.reports[session_id]
+    return {
+        "status": report["status"],
+        "has_rewards": "rewards" in report,
+        "age_s": gateway.env.now() - report["at"],
+    }

@@ -142,9 +142,27 @@ class SimRuntime:
         self._trainer.require_alive()
         if self._env.chance("cut_after"):
             raise OutcomeUnknown("the answer was lost")
+        if self._runtime.sources.protocol == "sagemaker-job-runtime":
+            await self._answers(session_id)
         if session_id in self._runtime.sessions:
             self._runtime.sessions[session_id].accepted = True
         return self._runtime.sources.accept(request)
+
+    async def _answers(self, session_id: str) -> None:
+        """Wait until the agent answers its invoke. Raises RuntimeCallError if it has failed or its session has ended,
+        or Killed."""
+        session = self._runtime.sessions.get(session_id)
+        if session is None:
+            raise OutcomeUnknown("the session has ended")
+        answer = self._runtime.sources.answer_of(session_id)
+        ends: set[asyncio.Future[Any]] = {answer, session.task}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        self._trainer.require_alive()
+        session.noticed = not answer.done() or answer.result()
+        if not answer.done():
+            raise OutcomeUnknown("the connection was closed")
+        if answer.result():
+            raise InvokeRejected("500", reason="runtime_error")
 
     async def _poll(self, session_id: str) -> bytes:
         is_silent = self._env.is_silent("runtime")

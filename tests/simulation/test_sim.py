@@ -146,6 +146,7 @@ QUICK_MUTANTS = {
     "adopted_and_dispatched",
     "sources_not_asked",
     "silent_sources_are_empty",
+    "reported_rewards_lost",
     "silent_deaths_unnoticed",
     "priorities_ignored",
 }

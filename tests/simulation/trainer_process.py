@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from agent_wrapper.contract import RolloutRequest, Trajectory
 from rollout_backend.agents.protocols.translator import (
     BucketTranslator,
     PollingTranslator,
+    ReportTranslator,
     Translator,
     TranslatorOptions,
 )
+from rollout_backend.agents.runtimes.base import SessionCalls
 from rollout_backend.core.ledger import LedgerEntry, Phase
 from rollout_backend.core.manifest import StepRequest
-from rollout_backend.core.session_ends import Heartbeats
+from rollout_backend.core.session_ends import Heartbeats, SessionEnd, SessionEnds
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import CircuitOpen, RunHeld, StoreError
 from rollout_backend.run.accounts.step_report import StepResult
@@ -35,7 +38,7 @@ from rollout_backend.run.step.circuit_breaker import CircuitBreaker
 from rollout_backend.run.step.services import StepServices
 from rollout_backend.run.step.step import Step
 from rollout_backend.run.step.task_blocklist import TaskBlocklist
-from tests.simulation.agent_sources import RuntimeApp, Toolkit
+from tests.simulation.agent_sources import JobRuntime, RuntimeApp, Toolkit
 from tests.simulation.agents import segments_of
 from tests.simulation.call_audit import AuditedQueue
 from tests.simulation.checks import Checks, Violation
@@ -52,6 +55,7 @@ from tests.simulation.world import World
 
 MOST_KILLS = 12
 INVOKE_S, STOP_S = 60.0, 30.0  # limits of the runtime's calls
+_ACCEPT_S = 10.0  # an agent of the job runtime that has not answered by then counts as started
 
 
 @dataclass
@@ -91,7 +95,7 @@ class TrainerProcess:
         self._trainer = trainer
         self._store = SimStore(world.bucket, trainer)
         self._queue = SimQueue(world.queue, trainer) if scenario.with_queue else None
-        self._gateway = SimGateway(world.gateway, trainer)
+        self._gateway = SimGateway(world.gateway, trainer, world.sources)
         self._in_flight = SimInFlightLog(world.run_directory, world.audit, trainer)
         me = trainer.holder(world.wall())
         self._lease = RunLease(self._store, self._config.run_id, me, LEASE_S, is_dead=self._is_dead)
@@ -177,10 +181,12 @@ class TrainerProcess:
         runtime, calls = SimRuntime(world.runtime, self._trainer), AuditedQueue.from_config(config.runtime)
         calls.evidence = world.evidence
         calls.yield_to(buffer.has_backlog)
-        timed = TimedCalls(runtime, INVOKE_S, STOP_S)
+        ends = SessionEnds()
+        invoke_s = INVOKE_S + (config.timeouts.session_s if config.runtime.invokes_last else 0.0)
+        timed = TimedCalls(runtime, invoke_s, STOP_S)
         asking = _AskingRuntime(timed, self._lease, calls, world.audit.asked_for)
         polling = FencedRuntime(timed, self._lease, calls, CallKind.POLL)
-        self._translator = self._translated(asking, polling, calls, buffer)
+        self._translator = self._translated(asking, polling, calls, buffer, ends)
         return StepServices(
             config=config,
             runtime=runtime,
@@ -194,12 +200,18 @@ class TrainerProcess:
             breaker=CircuitBreaker(config.circuit_breaker),
             in_flight=self._in_flight,
             heartbeats=heartbeats,
+            session_ends=ends,
             scorer=self._scorer() if self._scenario.scored else None,
             wall=world.wall,
         )
 
     def _translated(
-        self, asking: FencedRuntime, polling: FencedRuntime, calls: CallQueue, buffer: RolloutBuffer
+        self,
+        asking: FencedRuntime,
+        polling: FencedRuntime,
+        calls: CallQueue,
+        buffer: RolloutBuffer,
+        ends: SessionEnds,
     ) -> Translator[Any] | None:
         """Return the calls of steps for agents of another protocol, as the services of a run do."""
         config = self._config
@@ -215,6 +227,8 @@ class TrainerProcess:
             case "agentcore-runtime-app":
                 more["interval_s"] = config.runtime.poll_interval_s
                 return PollingTranslator(asking, RuntimeApp(), self._store, polling.invoke, calls, **more)
+            case "sagemaker-job-runtime":
+                return _AuditedReports(self._world, asking, self._store, self._gateway, ends.report, **more)
         return None
 
     async def _seal(self, request: RolloutRequest) -> Trajectory:
@@ -313,6 +327,32 @@ class _AskingRuntime(FencedRuntime):
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         self._asked_for.add(session_id)
         return await super().invoke(session_id, payload)
+
+
+class _AuditedReports(ReportTranslator):
+    """A translator that records which sessions count as started, and for which it looks a last time."""
+
+    def __init__(
+        self,
+        world: World,
+        calls: SessionCalls,
+        store: SimStore,
+        reports: SimGateway,
+        on_end: Callable[[SessionEnd], None],
+        **options: Unpack[TranslatorOptions],
+    ) -> None:
+        super().__init__(calls, JobRuntime(), store, reports, on_end, accept_s=_ACCEPT_S, scored=False, **options)
+        self._world = world
+
+    async def invoke(self, session_id: str, payload: bytes) -> bytes:
+        answer = await super().invoke(session_id, payload)
+        if session_id in self._world.sessions:
+            self._world.sessions[session_id].accepted = True
+        return answer
+
+    async def find_result(self, session_id: str, *, ended: bool) -> bool:
+        self._world.sources.last_looks.add(session_id)
+        return await super().find_result(session_id, ended=ended)
 
 
 async def _unless_lost(step: Step, lease: RunLease) -> StepResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,9 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from agent_wrapper.contract import ContractError, Outcome, ResultName, Rollout
-from rollout_backend.agents.protocols.translator import PollingTranslator, Translator
+from agent_wrapper.outcome import AgentResult
+from rollout_backend.agents.protocols.sagemaker_job_runtime import SageMakerJobRuntime
+from rollout_backend.agents.protocols.translator import PollingTranslator, Reports, ReportTranslator, Translator
 from rollout_backend.core.ledger import Ledger, LedgerEntry, Phase
 from rollout_backend.core.tasks import Task
 from rollout_backend.run.accounts.archive import RunArchive
@@ -139,6 +142,40 @@ def silent_sources_are_empty() -> Patch:
     return all_of(
         patch.object(Translator, "find_result", broken), patch.object(PollingTranslator, "find_result", broken_poll)
     )
+
+
+@mutant
+def reported_rewards_lost() -> Patch:
+    """The reward that an agent of the job runtime reports after its completion is lost."""
+    read_result = SageMakerJobRuntime.read_result
+
+    def broken(self: SageMakerJobRuntime, data: bytes, max_bytes: int) -> AgentResult:
+        return read_result(self, json.dumps({**json.loads(data), "rewards": None}).encode(), max_bytes)
+
+    return patch.object(SageMakerJobRuntime, "read_result", broken)
+
+
+class _Hasty:
+    """Reports of which each completion counts as one with rewards."""
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+        self.report_of = reports.report_of
+
+    async def reports(self) -> dict[str, dict[str, Any]]:
+        return {name: {**report, "has_rewards": True} for name, report in (await self._reports.reports()).items()}
+
+
+@mutant
+def rewards_not_awaited() -> Patch:
+    """A rollout of the job runtime is written when it is complete, before its agent has reported the reward."""
+    init: Any = ReportTranslator.__init__
+
+    def broken(self: ReportTranslator, *calls: Any, **options: Any) -> None:
+        *calls_and_store, reports, on_end = calls
+        init(self, *calls_and_store, _Hasty(reports), on_end, **options)
+
+    return patch.object(ReportTranslator, "__init__", broken)
 
 
 @mutant
