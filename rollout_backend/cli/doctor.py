@@ -71,17 +71,26 @@ async def doctor(
         return 2
     if services and engine:
         raise ConfigError("choose one of --services and --engine")
+    service = settings.training_service
+    trained = service if "serving" not in settings.model_fields_set else None
+    if trained is not None:
+        if engine:
+            raise ConfigError("--engine: rollout train starts no engine, because the service samples. Leave it out")
+        # `rollout train` starts the server of the service's samples itself.
+        serving = settings.serving.model_copy(update={"kind": "external", "urls": (), "follow_dns": True})
+        settings = settings.model_copy(update={"serving": serving})
     rollouts, of_tasks = None, list[CheckResult]()
     if tasks is not None:
         wanted, leave_out = read_limited(tasks, limit, settings.runtime), str(tasks).startswith(SUPPORTED_PREFIX)
         fitting, of_tasks = await check_tasks(settings, wanted, leave_out=leave_out)
         rollouts = planned_rollouts(fitting, settings.group) if fitting else None
+        if trained is not None:
+            rollouts = trained.tasks_per_step * settings.group.size
     findings = []
     if agent is not None:
         runs_file = getattr(settings.run_runtime, "app", None) is None
         findings.append(await asyncio.to_thread(check_agent, agent, runs_file=runs_file))
     findings += await examine(settings, rollouts, machine=not services, engine=engine)
-    service = settings.training_service
     if service is not None and settings.serving.kind != "tinker":
         findings += await check_service(settings, trains=True)
     findings = [*group_by_cause([*findings, *of_tasks])]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from anyio.from_thread import start_blocking_portal
 from tokenizers import Tokenizer
 
@@ -225,3 +226,16 @@ def test_what_a_training_lacks_is_named_before_anything_starts(rollout, settings
         assert code == 2, output
         assert message in output
         assert "starting" not in output
+
+
+def test_the_check_of_a_training_asks_the_service_and_no_engine(rollout, settings, files, emulator) -> None:
+    section = {"base_url": emulator.url, "base_model": "large", "tasks_per_step": 2}
+    path = settings(training_service=section, group={"size": 2})
+    written = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({name: value for name, value in written.items() if name != "serving"}))
+    found = {each["id"]: each for each in json.loads(rollout("doctor", path, "--tasks", files[0], "--json")[1])}
+    assert "It trains: tiny" in found["training_service"]["text"]
+    assert [name for name, each in found.items() if name.startswith("serving.") and each["level"] != "ok"] == []
+    assert "4 rollouts" in found["runtime.invoke_per_s"]["text"]
+    code, output = rollout("doctor", path, "--engine")
+    assert (code, "rollout train starts no engine" in output) == (2, True)
