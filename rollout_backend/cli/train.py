@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -83,12 +83,14 @@ async def train(
 
     rollouts = section.tasks_per_step * settings.group.size
 
+    def describe(metrics: Mapping[str, float]) -> str:
+        return "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
+
     def on_trained(number: int, result: StepResult, data: TrainingData, metrics: dict[str, float]) -> None:
         rewarded = mean_reward(rollout for group in result.groups for rollout in group.rollouts)
-        shown = "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
         output.status(
             f"step {number} of {section.steps}: {rewarded}, {data.rollouts} rollouts and "
-            f"{len(data.groups)} of {len(result.groups)} groups trained{shown}"
+            f"{len(data.groups)} of {len(result.groups)} groups trained{describe(metrics)}"
         )
 
     def on_evaluated(number: int, result: StepResult) -> None:
@@ -127,6 +129,8 @@ async def train(
                     on_evaluated=on_evaluated,
                 )
                 record = await loop.run()
+                if any((usage := await service.usage()).values()):
+                    output.status(f"after the last step{describe(usage)}")
                 manager.archive.write_last_step_end()
         except (asyncio.CancelledError, RolloutBackendError):
             output.status(f"resume it with the same command and run_id={settings.run_id}")

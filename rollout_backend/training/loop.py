@@ -223,6 +223,8 @@ class TrainingLoop:
             log.warning("step %d trains nothing: no group has rollouts with different rewards", number)
         changes = {"trained": number, "sampler_before": record.sampler, **vars(saved)}
         found = await self._write(record.model_copy(update=changes))
+        # A step without a group to train has sampled, too.
+        metrics |= await self._service.usage()
         self._on_trained(number, result, data, metrics)
         return found
 

@@ -48,6 +48,7 @@ _UNKNOWN = "unknown"
 _PENDING = frozenset({"Created", "Scheduled", "Deleting", _UNKNOWN})
 _PAUSES = wait_random_exponential(multiplier=0.5, max=10)
 _STOP_S = 30.0
+_USAGE_S = 30.0
 _BILLED = ("prefill", "sample", "training")
 _SAMPLING = {"temperature": "temperature", "top_p": "topP", "top_k": "topK", "seed": "seed"}
 
@@ -194,7 +195,7 @@ class SageMakerService:
             sent.append(await self._submit({"optimizerStep": {"adamParamsConfig": adam}}, until))
             *passes, step = await self._results(sent, until)
             metrics |= _combined(zip(map(len, parts), passes, strict=True)) | (step.get("metrics") or {})
-        return metrics | await self._newly_billed(until)
+        return metrics
 
     async def save(self, name: str, *, keep: bool) -> Checkpoint:
         until = self._deadline()
@@ -319,9 +320,17 @@ class SageMakerService:
             return {"TrainingSessionStatus": _UNKNOWN}
         return dict(found["TrainingSessionDetail"])
 
-    async def _newly_billed(self, until: float) -> dict[str, float]:
-        """Return the tokens that SageMaker has billed since the last call, and their cost if the prices are known."""
-        before, self._billed = self._billed, _billed(await self._describe(self._session, until))
+    async def usage(self) -> dict[str, float]:
+        if not self._session:
+            return {}
+        try:
+            session = await self._describe(self._session, asyncio.get_running_loop().time() + _USAGE_S)
+        except (ConfigError, TrainingServiceError) as error:
+            log.warning("the billed tokens are not known: %s", error)
+            return {}
+        if "BillableTokenUsage" not in session:
+            return {}
+        before, self._billed = self._billed, _billed(session)
         found = {f"billed_{kind}_tokens": float(self._billed[kind] - before[kind]) for kind in _BILLED}
         if None not in self._prices:
             cost = sum(price * tokens for price, tokens in zip(self._prices, found.values(), strict=True))

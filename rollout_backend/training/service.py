@@ -138,6 +138,10 @@ class TrainingService(Protocol):
         """Take an optimizer step for each batch. Return the service's metrics."""
         ...
 
+    async def usage(self) -> dict[str, float]:
+        """Return what the service has billed since the last call; empty if it does not say."""
+        ...
+
     async def save(self, name: str, *, keep: bool) -> Checkpoint:
         """Save the model. With `keep`, the checkpoint does not expire."""
         ...

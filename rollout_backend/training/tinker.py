@@ -151,6 +151,10 @@ class TinkerService:
                 metrics |= (await call).metrics or {}
         return metrics
 
+    async def usage(self) -> dict[str, float]:
+        """Return nothing: the API does not report usage."""
+        return {}
+
     async def save(self, name: str, *, keep: bool) -> Checkpoint:
         expires = None if keep else _EXPIRES_S
         async with self._explained(f"saving {name}"):

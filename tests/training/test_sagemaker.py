@@ -344,13 +344,29 @@ async def test_large_batches_are_divided(emulator: SageMakerEmulator, monkeypatc
     config = config.model_copy(update={"prices": config.prices.model_copy(update=prices)})
     async with SageMakerService(config) as service:
         await service.begin(None)
-        metrics = await service.train([[datum()] * 5 + [datum([100, *[1] * 20])]])
+        await service.train([[datum()] * 5 + [datum([100, *[1] * 20])]])
+        usage = await service.usage()
+        assert not any((await service.usage()).values())
+        emulator.faults.errors["DescribeTrainingSession"] = ["AccessDeniedException"]
+        assert await service.usage() == {}
     assert emulator.counts["ExecuteTrainingOperation"] == 3 + 1 + 1
     assert len(emulator.data) == 6
     [session] = emulator.sessions.values()
     assert [len(step) for step in session.learner.history] == [6]
-    assert metrics["billed_training_tokens"] == 5 * 3 + 21
-    assert metrics["billed_dollars"] == pytest.approx(36 * 3e-6)
+    assert usage["billed_training_tokens"] == 5 * 3 + 21
+    assert usage["billed_dollars"] == pytest.approx(36 * 3e-6)
+
+
+async def test_a_step_that_trains_nothing_reports_what_it_was_billed(emulator: SageMakerEmulator) -> None:
+    # All rewards are equal.
+    emulator.policies[MODEL] = TabularPolicy([1])
+    seen = []
+
+    def on_trained(number: int, result: Any, data: Any, metrics: dict[str, float]) -> None:
+        seen.append((len(data.groups), [*metrics]))
+
+    await train(World(emulator.saved), settings(emulator.url, steps=1), on_trained=on_trained)
+    assert seen == [(0, ["billed_prefill_tokens", "billed_sample_tokens", "billed_training_tokens"])]
 
 
 @pytest.mark.parametrize(
