@@ -7,6 +7,8 @@ Invariants:
 - A session that has used more than its share waits before its next unit. Its share is half of an equal part of one
   core, at least `_MIN_RATE`, and it may use `_BURST_S` at once. Among many sessions, one therefore delays fewer than
   one call in a hundred of the others.
+- Brief work counts only in part, and more of it while the event loop is busy. Sessions that share a busy event loop
+  equally never wait.
 - A session never waits for longer than `_MAX_PAUSE_S` at a time, and work that has begun is completed. A session of
   long units, each above a hundredth of `_MAX_PAUSE_S`, therefore exceeds its share.
 """
@@ -27,8 +29,10 @@ from rollout_backend.model.rendering.text_encoder import giving_way
 _T = TypeVar("_T")
 _BURST_S, _MAX_PAUSE_S = 0.5, 30.0
 _PART, _MIN_RATE = 0.5, 0.005
-# A unit of up to `_BRIEF_S` hardly delays other sessions, so it counts a tenth.
-_BRIEF_S, _BRIEF_WEIGHT = 0.002, 0.1
+# A unit of up to `_BRIEF_S` hardly delays other sessions, so it counts a tenth. Many delay all others once the event
+# loop is busy for `_BUSY` of the time. The weight is then below `_PART`, so that equal sessions never wait.
+_BRIEF_S, _BRIEF_WEIGHT, _BUSY_WEIGHT = 0.002, 0.1, 0.4
+_BUSY, _LOOK_S = 0.7, 0.25
 # CPU time of the server and its framework for one request.
 _REQUEST_S = 0.0005
 
@@ -108,11 +112,21 @@ class CpuShares:
         self.clock, self.sleep = clock, sleep
         # A tokenizer serves one thread at a time.
         self.tokenizer, self.other = Worker("renderer"), Worker("parser")
+        self._looked_at, self._loop_s, self._is_busy = clock(), time.thread_time(), False
 
     @property
     def rate(self) -> float:
         """Return the part of a core that a session may use."""
         return max(_MIN_RATE, _PART / max(1, self._sessions()))
+
+    def brief_weight(self) -> float:
+        """Return the part of a brief unit's time that counts. Only the event loop calls this."""
+        now = self.clock()
+        if (passed_s := now - self._looked_at) >= _LOOK_S:
+            loop_s = time.thread_time()
+            self._is_busy = loop_s - self._loop_s > _BUSY * passed_s
+            self._looked_at, self._loop_s = now, loop_s
+        return _BUSY_WEIGHT if self._is_busy else _BRIEF_WEIGHT
 
     def close(self) -> None:
         self.tokenizer.close()
@@ -137,7 +151,8 @@ class CpuShare:
         return self._used_s
 
     def charge(self, seconds: float) -> None:
-        self._used_s = self.used_s + (seconds if seconds > _BRIEF_S else _BRIEF_WEIGHT * seconds)
+        weight = 1.0 if seconds > _BRIEF_S else self._cpu.brief_weight()
+        self._used_s = self.used_s + weight * seconds
 
     async def enter(self) -> None:
         """Begin a request: wait until the session has paid for its earlier work."""

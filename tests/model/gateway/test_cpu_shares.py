@@ -86,6 +86,35 @@ async def test_many_small_requests_and_steps_on_the_event_loop_are_charged(share
     assert clock.now - began > (100_000 * 0.00005 - 0.5) / shares.rate * 0.9
 
 
+async def test_brief_work_counts_more_while_the_event_loop_is_busy(shares, clock, monkeypatch):
+    async def requests_before_a_wait(busy: float) -> int:
+        monkeypatch.setattr(cpu_shares.time, "thread_time", lambda: busy * clock.now)
+        share, requests = CpuShare(shares), 0
+        while True:
+            clock.now += 0.0005
+            before = clock.now
+            await share.enter()
+            if clock.now > before:
+                return requests
+            requests += 1
+
+    assert await requests_before_a_wait(busy=0.6) > 9000 > 3000 > await requests_before_a_wait(busy=0.9)
+
+
+@pytest.mark.parametrize("sessions", [2, 32, 64])
+async def test_sessions_that_share_a_busy_event_loop_equally_never_wait(clock, monkeypatch, sessions):
+    async def sleep(seconds: float) -> None:
+        pytest.fail("a session waits")
+
+    monkeypatch.setattr(cpu_shares.time, "thread_time", lambda: clock.now)
+    shares = CpuShares(lambda: sessions, clock, sleep)
+    each = [CpuShare(shares) for _ in range(sessions)]
+    for number in range(100_000):
+        clock.now += 0.0005
+        await each[number % sessions].enter()
+    shares.close()
+
+
 async def test_an_error_and_a_cancellation_pass_through_charged_work(shares):
     share, cancelled = CpuShare(shares), []
 
