@@ -390,7 +390,7 @@ class _Encoded(_OmitsEmpty):
 
     def to_json(self) -> bytes:
         """Encode the same fields as JSON."""
-        return to_json(_fields(self, "json"))
+        return _json(_fields(self, "json"), levels=3)
 
     @classmethod
     def decode(cls, data: bytes, max_bytes: int = MAX_OBJECT_BYTES) -> Self:
@@ -556,6 +556,15 @@ def _fields(value: ContractObject, mode: Literal["python", "json"]) -> dict[str,
         if "shared" in stored:
             encoded["shared"] = {**stored["shared"], "messages": form(stored["shared"]["messages"])}
     return fields
+
+
+def _json(value: Any, levels: int) -> bytes:
+    """Return JSON, written in pieces: the conversion of many tokens at once would stop all other threads."""
+    if levels and isinstance(value, dict):
+        return b"{%b}" % b",".join(b"%b:%b" % (to_json(key), _json(each, levels - 1)) for key, each in value.items())
+    if levels and isinstance(value, list):
+        return b"[%b]" % b",".join(_json(each, levels - 1) for each in value)
+    return to_json(value)
 
 
 _CHECK_MESSAGES = TypeAdapter(Annotated[tuple[dict[str, JsonValue], ...], _ITEMS]).validate_python

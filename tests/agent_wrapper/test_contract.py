@@ -23,6 +23,7 @@ from agent_wrapper.contract import (
     Segment,
     Trajectory,
     failure_marker_key,
+    objects,
     parse_result_key,
     result_key,
     step_prefix,
@@ -256,6 +257,17 @@ def make_seen(**changes: Any) -> dict[str, Any]:
     """Fields of a rollout whose first two tokens are an image."""
     seen = make_segment(token_ids=[1, 1, 2], response_mask=[0, 0, 1], logprobs=[None, None, -1.0], turns=[turn(2, 3)])
     return make_fields(segments=[{**seen, "images": [SPAN]}], images={NAME: SHOWN}) | changes
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_json_is_written_in_pieces_so_that_other_threads_go_on(monkeypatch, segments):
+    whole = Trajectory(model="m", segments=[Segment.parse(make_segment(messages=[])) for _ in range(segments)])
+    pieces: list[bytes] = []
+    write = objects.to_json
+    monkeypatch.setattr(objects, "to_json", lambda value: pieces.append(write(value)) or pieces[-1])
+    assert Trajectory.decode(whole.to_json()).encode() == whole.encode()
+    assert len(pieces) > 1
+    assert all(piece.count(b"[") <= 3 for piece in pieces)
 
 
 def test_an_image_comes_back_from_either_form():
