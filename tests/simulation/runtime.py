@@ -28,6 +28,8 @@ from tests.simulation.session import Session
 from tests.simulation.session_audit import SessionAudit
 from tests.simulation.trainer import Trainer
 
+_PATIENCE = 10
+
 
 class Runtime:
     """The open sessions, and what the runtime grants."""
@@ -49,6 +51,7 @@ class Runtime:
         self._agents = agents
         self._requests: dict[str, RolloutRequest] = {}  # by session
         self._poisoned: dict[str, bool] = {}  # by task
+        self._repairs = 0
 
     def open(self, request: RolloutRequest) -> None:
         """Start a session and its agent, unless it runs."""
@@ -93,9 +96,14 @@ class Runtime:
             self._poisoned[task] = self.env.chance("poison")
         return self._poisoned[task]
 
-    def repair_tasks(self) -> None:
-        """Let every task's container start from now on, as if a user had fixed the cause of the circuit breaker."""
+    def repair(self) -> None:
+        """Let every task's container start from now on, as if a user had fixed the cause of the circuit breaker. Once
+        the breaker has opened `_PATIENCE` times, the user has also found a runtime that is always available."""
         self._poisoned = dict.fromkeys(self._poisoned, False)
+        self._repairs += 1
+
+    def fails(self, fault: str) -> bool:
+        return self.env.chance(fault) and self._repairs < _PATIENCE
 
 
 async def _idle() -> NoReturn:
@@ -200,9 +208,9 @@ class SimRuntime:
             raise QuotaExceeded("too many sessions")
         if self._env.chance("conflict"):
             raise RuntimeConflict("another call is in progress")
-        if self._env.chance("unavailable"):
+        if self._runtime.fails("unavailable"):
             raise RuntimeUnavailable("503", refused=self._env.random.random() < 0.5)
-        if task is not None and (self._env.chance("container") or self._runtime.is_poisoned(task)):
+        if task is not None and (self._runtime.fails("container") or self._runtime.is_poisoned(task)):
             raise InvokeRejected("424", reason="container_error")
 
     async def stop(self, session_id: str) -> None:

@@ -153,7 +153,7 @@ class TrainerProcess:
                 self._train(number)
         except CircuitOpen:
             self._world.note("the breaker opens")
-            self._world.runtime.repair_tasks()
+            self._world.runtime.repair()
         except StoreError:  # `checks` has seen that the step's deadline had passed; the supervisor restarts the run
             self._world.note(f"trainer {self._trainer.number} gives up, because S3 does not answer")
         finally:
