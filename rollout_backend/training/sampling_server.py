@@ -88,7 +88,7 @@ class SamplingServer:
         self._load_reports = 0
         # Calls at the service whose clients have hung up, and what they cost: see `GatewayStats.engine_given_up`.
         self._unread: set[asyncio.Task[_Sample]] = set()
-        self._given_up = Counter[str]()
+        self._given_up = Counter(calls=0)
         # Set while no call is at the service.
         self._idle = asyncio.Event()
         self._idle.set()

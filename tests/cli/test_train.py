@@ -169,6 +169,9 @@ def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
         text = (*datum.tokens, int(datum.inputs["target_tokens"][-1]))
         is_sampled = datum.inputs["advantages"] != 0
         assert (text, tuple(datum.inputs["logprobs"][is_sampled].tolist())) in sampled
+    reports = [json.loads(path.read_text()) for path in (folder / "steps").glob("*.json")]
+    # A step for each training step, and evaluations before, between and after them.
+    assert [(each["engine_use"], each["given_up_calls"]) for each in reports] == [(None, {})] * (STEPS + 3)
     code, output = rollout("show", "--run", run_id)
     assert code == 0, output
     assert "0 validation" in output

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 
-from builders import eventually
+from builders import eventually, hang_up, until
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.model.gateway.engine.liveness import SamplingProbe
 from rollout_backend.model.gateway.engine.protocol import SglangProtocol
@@ -143,6 +144,23 @@ async def test_a_call_whose_client_hangs_up_is_counted_and_not_repeated(
     await eventually(lambda: not server._unread)
     assert emulator.counts["asample"] == 3
     assert (await loads(server))["given_up"] == {"calls": 2, "prompt_tokens": 4, "limit_tokens": 8}
+
+
+async def test_a_gateway_behind_a_router_knows_the_calls_that_were_given_up(
+    server: SamplingServer, emulator: TinkerEmulator, serve: Any, behind_router: Any
+) -> None:
+    await emulator.set_queue("paused_capacity")
+    # The router and the gateway call this event loop while they start.
+    url = await asyncio.to_thread(behind_router, server.url)
+    gateway = await asyncio.to_thread(lambda: serve(url, load_poll_s=0.1))
+    await asyncio.to_thread(until, lambda: gateway.stats().engine_given_up == {"calls": 0})
+    call = {"model": "scripted", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    arrived = partial(until, lambda: emulator.counts["asample"])
+    await asyncio.to_thread(hang_up, gateway.url, gateway.key(), call, lambda: arrived() is None)
+    await asyncio.to_thread(until, lambda: gateway.stats().engine_given_up["calls"])
+    found = (await asyncio.to_thread(gateway.stats)).engine_given_up
+    assert found.pop("prompt_tokens") > 5
+    assert found == {"calls": 1, "limit_tokens": 8}
 
 
 async def test_a_call_with_the_prompt_of_a_probe_is_sampled(server: SamplingServer, emulator: TinkerEmulator) -> None:

@@ -293,8 +293,9 @@ class Gateway:
         stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
         stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}
         stats.engine_kv_tokens = {url: load.kv_tokens for url, load in loads.items()}
-        if loads:
-            stats.engine_given_up = sum((Counter(load.given_up) for load in loads.values()), Counter())
+        for load in loads.values():
+            if load.given_up is not None:
+                stats.engine_given_up = Counter(load.given_up)
         return JSONResponse(stats.model_dump())
 
     async def _session_ids(self, request: Request) -> list[str]:

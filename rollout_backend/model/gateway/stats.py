@@ -79,8 +79,8 @@ class GatewayStats(BaseModel):
     engine_kv_tokens: dict[str, int] = {}
     engine_given_up: Counts = Counter()
     """Current: `calls` whose clients hung up while a training service sampled them, with their `prompt_tokens`, their
-    `sampled_tokens` if the service sampled to the end, and otherwise their limits as `limit_tokens`. Empty if it is
-    unknown."""
+    `sampled_tokens` if the service sampled to the end, and otherwise their limits as `limit_tokens`. Empty with other
+    engines, or if it is unknown."""
 
     @property
     def cache_hit(self) -> float | None:

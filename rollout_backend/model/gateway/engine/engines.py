@@ -20,7 +20,6 @@ Invariants:
 import asyncio
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -262,7 +261,7 @@ async def _load(http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
         kv_used=sum(rank.num_used_tokens for rank in ranks),
         kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
-        given_up=sum((Counter(rank.given_up) for rank in ranks), Counter()),
+        given_up=next((rank.given_up for rank in ranks if rank.given_up), None),
     )
 
 
