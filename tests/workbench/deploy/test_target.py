@@ -161,6 +161,11 @@ async def test_a_stack_for_agents_of_another_protocol_says_so_to_runs():
     assert target.settings()["runtime"] == {"kind": "agentcore", "agent_protocol": "verl-4216"}
 
 
+async def test_sessions_are_removed_with_a_stack_that_allows_them():
+    assert (await read(TrainingSessions="true")).trains_in_sessions
+    assert not (await read()).trains_in_sessions
+
+
 async def test_a_stack_that_is_not_complete_or_another_one():
     with pytest.raises(PreflightError, match="my-agent is CREATE_IN_PROGRESS: wait"):
         await read("CREATE_IN_PROGRESS")
