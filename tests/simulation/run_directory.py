@@ -22,7 +22,9 @@ class RunDirectory:
     """The in-flight logs of all trainers."""
 
     def __init__(self) -> None:
-        self.logged: dict[int, int] = {}  # by step: the last attempt whose sessions are all logged
+        self.logged: dict[
+            tuple[int, str], int
+        ] = {}  # by step and nonce: the last attempt whose sessions are all logged
         self._lines: dict[int, list[str]] = {}  # by step
 
     def append(self, step: int, lines: str) -> None:
@@ -33,7 +35,7 @@ class RunDirectory:
 
     def delete(self, step: int) -> None:
         self._lines.pop(step, None)
-        self.logged.pop(step, None)
+        self.logged = {key: last for key, last in self.logged.items() if key[0] != step}
 
     def lose(self) -> None:
         """Delete all logs."""
@@ -45,7 +47,7 @@ class RunDirectory:
         for key, body in bucket.objects.items():
             if "/manifests/" in key and not key.endswith("/lineage.json"):
                 manifest = Manifest.parse(json.loads(body))
-                known = max(self.logged.get(manifest.step, 0), manifest.attempts_closed)
+                known = max(self.logged.get((manifest.step, manifest.nonce), 0), manifest.attempts_closed)
                 if known < manifest.attempts_before + manifest.attempts:
                     return False
         return True
@@ -83,7 +85,8 @@ class SimInFlightLog(InFlightLog):
 
     async def record_execution(self, step: int, nonce: str, first: int, last: int) -> None:
         await super().record_execution(step, nonce, first, last)
-        self._run_directory.logged[step] = max(last, self._run_directory.logged.get(step, 0))
+        logged = self._run_directory.logged
+        logged[step, nonce] = max(last, logged.get((step, nonce), 0))
 
     async def record_closed(self, step: int, session_id: str) -> None:
         await super().record_closed(step, session_id)
