@@ -44,7 +44,7 @@ from rollout_backend.errors import (
 )
 from rollout_backend.run.collect.manifest_store import largest_fencing_token
 from rollout_backend.run.collect.store import ObjectStore
-from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.call_queue import CallQueue
 
 log = logging.getLogger(__name__)
 
@@ -388,14 +388,11 @@ class RunLease:
 class FencedRuntime:
     """A runtime that starts and stops sessions only while this manager's lease is valid."""
 
-    def __init__(
-        self, runtime: SessionCalls, lease: RunLease, calls: CallQueue, call: CallKind = CallKind.INVOKE
-    ) -> None:
-        """`calls` must have admitted each invoke as a `call`."""
+    def __init__(self, runtime: SessionCalls, lease: RunLease, calls: CallQueue) -> None:
+        """`calls` must have admitted each call."""
         self._runtime = runtime
         self._lease = lease
         self._calls = calls
-        self._call = call
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
         while not self._lease.is_confirmed:
@@ -403,8 +400,8 @@ class FencedRuntime:
                 await self._lease.wait_confirmed()
             except RunHeld as error:
                 raise InvokeRejected(str(error), reason="run_taken_over") from error
-            # Admit the call again, because all waiting calls would be sent together.
-            await self._calls.admit(self._call)
+            # All waiting calls would be sent together.
+            await self._calls.admit_again()
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> bool | None:
@@ -412,7 +409,7 @@ class FencedRuntime:
         while not self._lease.is_confirmed:
             if not await self._lease.try_to_confirm():
                 raise RuntimeCallError("S3 does not answer, so another manager may have taken the run over")
-            await self._calls.admit(CallKind.STOP)
+            await self._calls.admit_again()
         return await self._runtime.stop(session_id)
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:

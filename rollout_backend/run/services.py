@@ -48,7 +48,7 @@ from rollout_backend.run.collect.manifest_store import ManifestStore
 from rollout_backend.run.collect.presign import Presigner
 from rollout_backend.run.collect.queue import AnnouncementQueue, queue_name
 from rollout_backend.run.collect.store import ResultStore
-from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.call_queue import CallQueue
 from rollout_backend.run.dispatch.dispatcher import Dispatcher, TimedCalls
 from rollout_backend.run.janitor.janitor_process import Janitor
 from rollout_backend.run.lease import FencedRuntime, LeaseHolder, RunLease
@@ -161,7 +161,7 @@ class RunServices:
             invoke_s += config.timeouts.session_s
             raise_file_limit(config.runtime.max_sessions + _OTHER_FILES)
         calls = FencedRuntime(TimedCalls(janitor.watch(runtime), invoke_s, stop_s), self.lease, admission)
-        poll = FencedRuntime(TimedCalls(runtime, invoke_s, stop_s), self.lease, admission, CallKind.POLL).invoke
+        poll = FencedRuntime(TimedCalls(runtime, invoke_s, stop_s), self.lease, admission).invoke
         self.for_steps = StepServices(
             config=config,
             runtime=runtime,

@@ -30,7 +30,7 @@ from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.collect.fetcher import ResultSink
 from rollout_backend.run.collect.manifest_store import ManifestStore
-from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
+from rollout_backend.run.dispatch.call_queue import CallQueue
 from rollout_backend.run.dispatch.dispatcher import Dispatcher, TimedCalls
 from rollout_backend.run.lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.run.scoring.rollout_scorer import RolloutScorer
@@ -185,7 +185,7 @@ class TrainerProcess:
         invoke_s = INVOKE_S + (config.timeouts.session_s if config.runtime.invokes_last else 0.0)
         timed = TimedCalls(runtime, invoke_s, STOP_S)
         asking = _AskingRuntime(timed, self._lease, calls, world.audit.asked_for)
-        polling = FencedRuntime(timed, self._lease, calls, CallKind.POLL)
+        polling = FencedRuntime(timed, self._lease, calls)
         self._translator = self._translated(asking, polling, calls, buffer, ends)
         return StepServices(
             config=config,

@@ -9,6 +9,7 @@ Invariants:
 - among invokes, those of tasks with a higher priority come first, then those that have waited longer;
 - refused invokes slow down neither polls nor stops;
 - a cancelled waiter leaves the queue and gives its place to the next one;
+- a call that was held up after its admission waits again, in the place of its kind and priority;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
 - results come first: one turn of the event loop, which also receives them, admits at most `_PER_TURN` calls. While
   results wait because `collect.max_fetches` are being fetched, `_PAUSE_S` pass between two such turns.
@@ -19,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -57,6 +59,9 @@ class CallKind(IntEnum):
 _POLLS = (CallKind.LAST_POLL, CallKind.POLL)
 _INVOKES = (CallKind.INVOKE, CallKind.START)
 _STOPS = (CallKind.STOP, CallKind.STOP_EARLIER)
+
+# The kind and the priority of the call for which a task, or the task that started it, was admitted last.
+_admitted_call: ContextVar[tuple[CallKind, int]] = ContextVar("admitted_call")
 
 
 class CallQueue:
@@ -98,6 +103,7 @@ class CallQueue:
 
     async def admit(self, call: CallKind, priority: int = 0) -> None:
         """Wait until a call of this kind may be sent."""
+        _admitted_call.set((call, priority))
         turn = asyncio.get_running_loop().create_future()
         heappush(self._waiting[call], (-priority, next(self._arrivals), turn))
         self._serve()
@@ -110,6 +116,12 @@ class CallQueue:
             else:
                 self._serve()
             raise
+
+    async def admit_again(self) -> None:
+        """Wait until the call that this task was admitted for may be sent, because it was not sent then."""
+        call, priority = _admitted_call.get()
+        # A rollout that starts has its slot.
+        await self.admit(CallKind.INVOKE if call is CallKind.START else call, priority)
 
     def give_back(self, call: CallKind) -> None:
         """Give back the turn of a call that is not sent."""

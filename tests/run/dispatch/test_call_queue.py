@@ -7,6 +7,7 @@ import pytest
 from rollout_backend.core.ledger import CallTally
 from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
 from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue, Slot
+from rollout_backend.run.dispatch.rate_limiter import AdaptiveRate
 from tests.simulation.clock import in_virtual_time
 
 
@@ -103,6 +104,35 @@ async def test_both_kinds_together_keep_a_shared_quota_and_stops_come_first():
     times = await asyncio.gather(*(admitted(queue, call, 4, order) for call in kinds))
     assert order == [*[CallKind.STOP] * 4, *[CallKind.INVOKE] * 4, *[CallKind.STOP_EARLIER] * 4]
     assert sorted(at for of_kind in times for at in of_kind) == [0.25 * n for n in range(1, 13)]
+
+
+@in_virtual_time
+async def test_calls_that_waited_for_the_lease_keep_their_place():
+    """For example while S3 did not answer: finished work still comes first, and then what has a higher priority."""
+    queue, order, confirmed = CallQueue(invoke_per_s=100, stop_per_s=100), [], asyncio.Event()
+
+    async def call(kind: CallKind, priority: int = 0) -> None:
+        await queue.admit(kind, priority)
+        await confirmed.wait()
+        await queue.admit_again()
+        order.append((kind, priority))
+
+    kinds = (CallKind.STOP_EARLIER, CallKind.START, CallKind.POLL, CallKind.STOP, CallKind.LAST_POLL)
+    calls = [asyncio.create_task(call(kind)) for kind in kinds]
+    calls.append(asyncio.create_task(call(CallKind.START, 7)))
+    await asyncio.sleep(10)
+    queue._shared = AdaptiveRate(1.0)
+    await asyncio.gather(*(queue.admit(CallKind.LAST_POLL) for _ in range(2)))
+    confirmed.set()
+    await asyncio.gather(*calls)
+    assert order == [
+        (CallKind.LAST_POLL, 0),
+        (CallKind.STOP, 0),
+        (CallKind.POLL, 0),
+        (CallKind.START, 7),
+        (CallKind.START, 0),
+        (CallKind.STOP_EARLIER, 0),
+    ]
 
 
 @in_virtual_time
