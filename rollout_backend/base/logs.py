@@ -4,6 +4,7 @@ Invariants:
 
 - `ROLLOUT_LOG_FORMAT` in the environment selects the format, so child processes log in the same format.
 - A line has no control characters, because a container that it quotes could control a terminal with them.
+- A log whose disk is full or does not answer holds up no event loop, where `in_thread` was asked for.
 - A JSON line names the run, step, rollout and session that its code works on, as far as they are known.
 
 It imports only the standard library, so that a janitor and a relay can use it.
@@ -12,9 +13,11 @@ It imports only the standard library, so that a janitor and a relay can use it.
 import json
 import logging
 import os
+import queue
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -27,6 +30,9 @@ _VARYING = re.compile(r"(?<!\S)[^\s\d]*+\d\S*+")
 _KIND_CHARS = 2_000
 _REPEAT_S = 60.0
 _KINDS_KEPT = 1000
+# What waits for the disk of a log.
+_LINES_KEPT = 10_000
+_FLUSH_S = 1.0
 
 _SPACES = "\n\t\xa0\u3000"
 
@@ -45,12 +51,17 @@ def select_json() -> None:
 
 
 def configure_logs(
-    level: int | str, handler: logging.Handler | None = None, text_format: str = _TEXT, *, collapse: bool = False
+    level: int | str,
+    handler: logging.Handler | None = None,
+    text_format: str = _TEXT,
+    *,
+    collapse: bool = False,
+    in_thread: bool = False,
 ) -> None:
     """Send this process's log to `handler`, by default standard error. JSON always goes to standard error. `collapse`
-    counts repeated lines instead of printing each."""
+    counts repeated lines instead of printing each. `in_thread` is for processes whose standard error is a file."""
     if logs_json() or handler is None:
-        handler = logging.StreamHandler()
+        handler = _ThreadedHandler() if in_thread else logging.StreamHandler()
         handler.setFormatter(JsonFormatter() if logs_json() else _TextFormatter(text_format))
     else:
         handler.setFormatter(_TextFormatter())
@@ -72,6 +83,32 @@ def log_fields(**fields: object) -> Iterator[None]:
         yield
     finally:
         _fields.reset(before)
+
+
+class _ThreadedHandler(logging.Handler):
+    """Writes to standard error from a thread. While that takes long, further lines wait, and are dropped beyond
+    `_LINES_KEPT`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[bytes] = queue.Queue(_LINES_KEPT)
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self._lines.put_nowait(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """Wait for the lines so far, but not for a disk that does not answer: this is also called at the exit."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
+
+    def _write(self) -> None:
+        while True:
+            # `sys.stderr` has a lock, which a thread that hangs would hold at the exit.
+            with suppress(OSError):
+                os.write(2, self._lines.get())
+            self._lines.task_done()
 
 
 class _TextFormatter(logging.Formatter):

@@ -28,7 +28,7 @@ _PADDING_BYTES, _LARGE_BYTES = 32 * 1024, 64 * 1024
 
 def main() -> None:
     return_freed_memory()
-    configure_logs(logging.INFO, collapse=True)
+    configure_logs(logging.INFO, collapse=True, in_thread=True)
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
         allow_files(settings.gateway.max_concurrent_calls)

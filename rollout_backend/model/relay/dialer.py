@@ -274,7 +274,7 @@ def _stop_if_refused(closed: LinkClosed) -> None:
 
 
 def main() -> None:
-    configure_logs(logging.INFO)
+    configure_logs(logging.INFO, in_thread=True)
     settings = DialerSettings.model_validate_json(sys.stdin.buffer.read())
     try:
         asyncio.run(Dialer(settings).run())

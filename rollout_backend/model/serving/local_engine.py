@@ -335,11 +335,7 @@ class LocalEngine:
         return host_port(self._host, free_port(self._host))
 
     async def start(self, rendezvous: str = "") -> None:
-        # `weight_folder` may download the model.
-        folder = await asyncio.to_thread(lambda: self._model.weight_folder)
-        # SGLang would report this after 15 s, in 60 lines.
-        if not (folder / "config.json").is_file():
-            raise StartupError(f"{self._name}: {folder} is no model folder: it has no config.json; set model.path")
+        folder, size = await asyncio.to_thread(self._find_weights)
         port = free_port(self._host)
         self.url = f"http://{host_port(self._host, port)}"
         node = ServerNode(self._host, port, self._first_gpu, self._rank, rendezvous)
@@ -347,7 +343,7 @@ class LocalEngine:
         argv, env = self._command(model, self._serving, node)
         self._process = ServerProcess(self._name, argv, self._log, env, memory_advice=_MEMORY_ADVICE)
         await self._process.start()
-        timeout_s = self._serving.startup_s(weight_bytes(folder))
+        timeout_s = self._serving.startup_s(size)
         await self._process.wait_healthy(lambda: is_healthy(self.url), timeout_s, "serving.startup_timeout_s")
         if self._serving.engine == "vllm":
             try:
@@ -356,6 +352,14 @@ class LocalEngine:
                 await control(f"{self.url}/update_weight_version", body, "set the version of its weights")
             except ServingError as error:
                 raise StartupError(f"{self._name}: {error}. {await self._process.describe_log()}") from None
+
+    def _find_weights(self) -> tuple[Path, int]:
+        """Return the model's folder, which may be downloaded, and the size of its weights. Blocks."""
+        folder = self._model.weight_folder
+        # SGLang would report this after 15 s, in 60 lines.
+        if not (folder / "config.json").is_file():
+            raise StartupError(f"{self._name}: {folder} is no model folder: it has no config.json; set model.path")
+        return folder, weight_bytes(folder)
 
     async def wait(self) -> str:
         assert self._process is not None, "not started"

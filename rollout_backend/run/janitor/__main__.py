@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ _POLL_S = 2.0
 # S3 timestamps have a resolution of 1 s.
 _CLOCK_S = 2.0
 _STOPPERS = 8
+_DISK_S = 60.0
 # These delays outlast a credentials refresh, a clock correction or throttling.
 _RETRY_S = (15.0, 60.0, 180.0)
 _CHUNK = 65536
@@ -77,7 +79,7 @@ def main() -> None:
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    configure_logs(logging.INFO, text_format="%(asctime)s %(message)s")
+    configure_logs(logging.INFO, text_format="%(asctime)s %(message)s", in_thread=True)
     logging.getLogger("botocore").setLevel(logging.WARNING)
     manager, state = int(sys.argv[1]), RunState()
     watch(manager, state)
@@ -161,9 +163,17 @@ def clean_up(state: RunState) -> None:
 
 
 def _record(run: dict[str, Any], what: str, sessions: list[str]) -> None:
-    """Append to the run's records of its sessions. See `rollout_backend.run.step.in_flight`."""
-    folder, pattern = run["in_flight_logs"]
+    """Append to the run's records of its sessions. A disk that does not answer delays the stops for `_DISK_S`."""
     text = "".join(f"\n{json.dumps({what: session})}" for session in sessions)
+    writing = threading.Thread(target=_append, args=(*run["in_flight_logs"], text), daemon=True)
+    writing.start()
+    writing.join(_DISK_S)
+    if writing.is_alive():
+        log.warning("%s does not answer", run["in_flight_logs"][0])
+
+
+def _append(folder: str, pattern: str, text: str) -> None:
+    """Append to the records. See `rollout_backend.run.step.in_flight`."""
     for path in Path(folder).glob(pattern):
         try:
             with path.open("a") as file:
