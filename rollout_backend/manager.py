@@ -447,6 +447,7 @@ class RolloutManager:
             "undelivered_replies": stats.undelivered - getattr(before, "undelivered", 0),
             "given_up_calls": growth("engine_given_up"),
             "left_out_replies": stats.left_out - getattr(before, "left_out", 0),
+            "unjournaled_sessions": stats.unjournaled - getattr(before, "unjournaled", 0),
             "runaways": {name: stats.runaways[name] for name in growth("runaways")},
             "heard_after_stop": growth("after_stop"),
         }

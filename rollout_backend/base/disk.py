@@ -2,7 +2,7 @@
 
 Invariants:
 
-- The event loop never waits for a disk. Callers wait for at most `DISK_S`, and not again while the disk hangs.
+- The event loop never waits for a disk. Callers wait for a limited time, and not again while the disk hangs.
 - A thread that hangs does not hold up the end of the process, as a thread of asyncio's executor would.
 """
 
@@ -44,14 +44,26 @@ async def call_disk(work: Callable[[], _T], limit_s: float | None = None) -> _T:
 class Disk:
     """A thread that makes the calls to one folder's disk, in their order."""
 
-    def __init__(self, folder: Path) -> None:
-        """The thread starts with the first call."""
+    def __init__(
+        self,
+        folder: Path,
+        limit_s: float | None = None,
+        cost: str = "files of this run are missing or old until it does. S3 has the results",
+    ) -> None:
+        """The thread starts with the first call. Callers wait for at most `limit_s`, by default `DISK_S`. `cost` says
+        what a disk that does not answer costs."""
         self._folder = folder
-        # Whether a caller has given up waiting. The next answer of the disk resets it.
-        self._hangs = False
+        self._given_limit_s = limit_s
+        self._cost = cost
+        self.hangs = False
+        """Whether a caller has given up waiting. The next answer of the disk resets it."""
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    @property
+    def _limit_s(self) -> float:
+        return DISK_S if self._given_limit_s is None else self._given_limit_s
 
     def submit(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
         """Make a call without waiting for it. Its error is logged."""
@@ -72,29 +84,29 @@ class Disk:
 
     async def wait(self, *calls: Future[Any]) -> bool:
         """Wait for submitted calls. Return False if the disk hangs. The calls may still complete."""
-        left = [] if self._hangs else [asyncio.wrap_future(call) for call in calls if not call.done()]
+        left = [] if self.hangs else [asyncio.wrap_future(call) for call in calls if not call.done()]
         for each in left:
             # The caller has the error, or `submit` has logged it.
             each.add_done_callback(lambda done: done.cancelled() or done.exception())
-        if left and (await asyncio.wait(left, timeout=DISK_S))[1]:
+        if left and (await asyncio.wait(left, timeout=self._limit_s))[1]:
             self._report_hang()
         return all(call.done() for call in calls)
 
     def close(self) -> None:
         """Wait for all calls, and end the thread. Another call starts it again."""
         try:
-            self._enqueue(lambda: None).result(0.0 if self._hangs else DISK_S)
+            self._enqueue(lambda: None).result(0.0 if self.hangs else self._limit_s)
         except TimeoutError:
             self._report_hang()
         self._calls.put(None)
 
     def _report_hang(self) -> None:
-        self._hangs = True
+        self.hangs = True
         log.warning(
-            "%s has not answered for %g s: files of this run are missing or old until it does. S3 has the results; "
-            "look at the disk or the network file system",
+            "%s has not answered for %g s: %s; look at the disk or the network file system",
             self._folder,
-            DISK_S,
+            self._limit_s,
+            self._cost,
         )
 
     def _enqueue(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
@@ -117,7 +129,7 @@ class Disk:
         while True:
             if (call := self._calls.get()) is not None:
                 call()
-                self._hangs = False
+                self.hangs = False
                 continue
             with self._starting:
                 if self._calls.empty():

@@ -22,6 +22,7 @@ _TYPES = {
 }
 # Engines take minutes to be ready, and clients make a limited number of retries.
 _ADOPTION_S = 10
+_JOURNAL_S = 10
 
 NO_TOOL_PARSER = (
     "this model's tool calls cannot be parsed. Set model.renderer to the renderer of its family, or tool_parser in "
@@ -215,8 +216,26 @@ def not_adopted() -> ApiError:
 def journal_unwritable() -> ApiError:
     return ApiError(
         503,
-        "the gateway cannot write the journal of this session, so the session is closed; see the gateway's log",
+        "the gateway can neither write the journal of this session nor note that it is incomplete, so the session is "
+        "closed; see the gateway's log",
         code="journal_unwritable",
+    )
+
+
+def journal_unreadable(why: str) -> ApiError:
+    return ApiError(
+        503,
+        f"the gateway has restarted and cannot read the journal of this session: {why}; retry later",
+        code="journal_unreadable",
+        retry_after_s=_JOURNAL_S,
+    )
+
+
+def session_lost() -> ApiError:
+    return ApiError(
+        410,
+        "the tokens that this session has sampled are lost with the journal of its gateway. The rollout is repeated",
+        code="session_lost",
     )
 
 

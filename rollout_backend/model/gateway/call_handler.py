@@ -243,6 +243,8 @@ class CallHandler:
                 await _wait_or_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
             else:
                 await _wait_or_disconnect(request, running.task)
+            if running.done:
+                await self._registry.written(session.claims)
             if not call.stream or running.done:
                 answer = running.outcome()
             if call.stream:
@@ -285,6 +287,7 @@ class CallHandler:
             if not await running.wait_for_more(sent, self._settings.keepalive_s):
                 yield stream.keepalive()
         try:
+            await self._registry.written(session.claims)
             answer = running.outcome()
         except ApiError as error:
             self._stats.errors[error.code] += 1

@@ -75,24 +75,24 @@ class JobRuntime:
         key = expand(report.trajectory_id)
         claims = self._authenticator.claims(key, key)
         if isinstance(report, _CompleteRollout):
-            self._complete(claims, report.status)
+            await self._complete(claims, report.status)
         else:
-            self._update_reward(claims, report.rewards)
+            await self._update_reward(claims, report.rewards)
         return JSONResponse({})
 
-    def _complete(self, claims: SessionClaims, status: str) -> None:
+    async def _complete(self, claims: SessionClaims, status: str) -> None:
         known = self._registry.reports.get(claims.session_id)
         if known is None:
-            self._registry.report(claims, status=status)
+            await self._registry.report(claims, status=status)
         elif known["status"] != status:
             raise ApiError(409, f"{_CONFLICT}it was completed with the status {known['status']}")
 
-    def _update_reward(self, claims: SessionClaims, rewards: list[float]) -> None:
+    async def _update_reward(self, claims: SessionClaims, rewards: list[float]) -> None:
         known = self._registry.reports.get(claims.session_id)
         if known is None:
             self._registry.check_not_revoked(claims.session_id)
             raise ApiError(409, "the rollout is not complete: call CompleteRollout before UpdateReward")
         if "rewards" not in known:
-            self._registry.report(claims, rewards=rewards)
+            await self._registry.report(claims, rewards=rewards)
         elif array("d", known["rewards"]).tobytes() != array("d", rewards).tobytes():
             raise ApiError(409, f"{_CONFLICT}it has other rewards")

@@ -4,7 +4,7 @@ Invariants:
 
 - A call is recorded if and only if all its choices were sampled. An aborted call leaves no trace.
 - Each choice of a call is a turn; the turns branch from one prompt.
-- A call is journaled before it is made, and its answer before the agent gets it.
+- A call and its answer are in the journal before the agent gets the answer: `call_handler` waits for it.
 - Tokens of a constrained reply are recorded without logprobs, because the engine's belong to another distribution.
 - No part of an image reaches an engine before the whole image was read.
 """

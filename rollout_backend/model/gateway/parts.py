@@ -31,7 +31,6 @@ class GatewayParts:
 
     settings: GatewaySettings
     dialects: Sequence[Dialect]
-    journal: SessionJournal | None
     stats: GatewayStats
     registry: SessionRegistry
     engines: Engines
@@ -79,7 +78,6 @@ class GatewayParts:
         return cls(
             settings=settings,
             dialects=[dialect(limits, joined) for dialect in dialects],
-            journal=journal,
             stats=stats,
             registry=registry,
             engines=engines,

@@ -170,9 +170,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self._parts.engine_client.close()
-            self._parts.registry.cpu.close()
-            if self._parts.journal is not None:
-                self._parts.journal.release()
+            self._parts.registry.close()
             if self._parts.traces is not None:
                 await asyncio.to_thread(self._parts.traces.close)
 

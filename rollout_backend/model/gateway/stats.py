@@ -71,6 +71,8 @@ class GatewayStats(BaseModel):
     """Sampling settings of agents that were ignored, by field."""
     ignored: Counts = Counter()
     """Calls with fields that only concern the provider, or names that no template renders."""
+    unjournaled: int = 0
+    """Sessions that the disk of the journal did not take: a restart of the gateway would end them."""
     errors: Counts = Counter()
     # The current load of each engine from all its clients, by its URL: see `EngineLoad`.
     engine_running: dict[str, int] = {}

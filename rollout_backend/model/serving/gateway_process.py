@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import logging
 import re
 import secrets
 import socket
@@ -30,6 +31,8 @@ from rollout_backend.model.serving.run_secret import key_secret, revealed
 from rollout_backend.model.serving.server_process import ServerProcess, free_port, require_port
 
 _CONTROL_TIMEOUT = aiohttp.ClientTimeout(total=30)
+
+log = logging.getLogger(__name__)
 
 
 class GatewayProcess:
@@ -61,7 +64,7 @@ class GatewayProcess:
         self._paused = False
         self._adapters: dict[str, int] = {}
         self.journal_id = ""
-        """Id of the journal for new sessions; set once the gateway has started."""
+        """Id of the journal for new sessions; set once the gateway has started, and empty if it has no journal."""
         self._journal = journal
         self._config = config
         self._engine_url = engine_url
@@ -83,6 +86,9 @@ class GatewayProcess:
     async def start(self) -> None:
         """Start the gateway and wait until it is healthy.
 
+        If the journal of a gateway that has served before cannot be opened, for example because the disk does not
+        answer, the gateway has none: earlier sessions are lost, and new ones end with the process.
+
         Raises:
             StartupError: its port is taken, its certificate or journal cannot be used, or it did not become healthy;
                 the message includes the end of its log.
@@ -93,15 +99,13 @@ class GatewayProcess:
         # Prepare the journal first, because an earlier gateway may hold it and the port.
         try:
             certificate = await call_disk(lambda: check_certificate(config.gateway), limit)
-            self.journal_id = await call_disk(lambda: journals.prepare(self._journal), limit)
-        except ConfigError as error:
-            raise StartupError(str(error)) from None
+            self.journal_id = await self._prepare_journal(limit)
+            port = self._port = await call_disk(self._find_port, limit)
         except TimeoutError:
             raise StartupError(
-                f"{self._name} could not open its journal within {limit:g} s (gateway.startup_timeout_s): the file "
-                f"system of {self._journal} does not answer"
+                f"{self._name} could not read its files within {limit:g} s (gateway.startup_timeout_s): a file "
+                "system does not answer"
             ) from None
-        port = self._port = self._find_port()
         previous = revealed(config.gateway.previous_secret)
         settings = GatewaySettings(
             host=self._host,
@@ -123,7 +127,7 @@ class GatewayProcess:
             previous_secret=None if previous is None else key_secret(previous, config.run_id),
             control_key=self._control_key,
             seal_secret=self._seal_secret,
-            journal=self._journal,
+            journal=self._journal if self.journal_id else None,
             trainer_incarnation=self._trainer_incarnation,
             adopted=tuple(self._adopted),
             paused=self._paused,
@@ -145,10 +149,36 @@ class GatewayProcess:
         try:
             await self._process.start()
             await self._process.wait_healthy(self._healthy, limit, "gateway.startup_timeout_s")
-            journals.write_port(self._journal, port)
         except BaseException:
             await self.stop()
             raise
+        try:
+            await call_disk(lambda: journals.write_port(self._journal, port))
+        except OSError as error:
+            log.warning(
+                "%s: a restarted trainer may give it another port, because this one cannot be recorded: %s",
+                self._name,
+                error,
+            )
+
+    async def _prepare_journal(self, limit_s: float) -> str:
+        """Return the journal's id; empty if it cannot be opened and the gateway has served before."""
+        try:
+            return await call_disk(lambda: journals.prepare(self._journal), limit_s)
+        except journals.JournalHeld as error:
+            raise StartupError(str(error)) from None
+        except ConfigError as error:
+            why = str(error)
+        except TimeoutError:
+            why = (
+                f"{self._name} could not open its journal within {limit_s:g} s (gateway.startup_timeout_s): the file "
+                f"system of {self._journal} does not answer"
+            )
+        # Before a run serves, a wrong setting is more likely than a disk that has failed.
+        if not self.url:
+            raise StartupError(why)
+        log.error("%s. It restarts without a journal, and its earlier sessions are lost", why)
+        return ""
 
     def _find_port(self) -> int:
         """Return the configured port, or else this gateway's previous port if it is free, or else a free one."""
@@ -229,7 +259,7 @@ class GatewayProcess:
             raise ServingError(f"{self._name} does not answer {path}: {error!r}. Its log is {self._log}") from None
 
     async def _healthy(self) -> bool:
-        """Return whether the gateway answers a probe. A journal that hangs blocks its event loop."""
+        """Return whether the gateway answers a probe."""
         assert self._http is not None
         try:
             async with self._http.get(self.url + "/health") as response:

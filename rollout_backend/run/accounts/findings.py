@@ -279,6 +279,11 @@ def _accounts(report: StepReport | None, summary: StepSummary) -> Iterator[Findi
     if report.left_out_replies:
         text = f"{count(report.left_out_replies, 'model call')} left out of training"
         yield Finding(Level.NOTE, text, "training.leave_out")
+    if report.unjournaled_sessions:
+        text = (
+            f"{count(report.unjournaled_sessions, 'session')} ran without a journal: a restart of the gateway would "
+        )
+        yield Finding(Level.WARNING, f"{text}have repeated their rollouts", "output_dir: look at its disk")
     for rollout_id, tokens in sorted(report.runaways.items())[:_LISTED]:
         text = f"{rollout_id} sampled {tokens:,} tokens and was refused more"
         yield Finding(Level.WARNING, text, "gateway.session_tokens")

@@ -122,6 +122,10 @@ class RunMetrics:
         self._given_up_tokens = counter(
             "rollout_gateway_given_up_tokens_total", "Tokens of these calls, which the service may bill.", ("kind",)
         )
+        self._gateway_unjournaled = counter(
+            "rollout_gateway_unjournaled_sessions_total",
+            "Sessions that would end with their gateway, because the disk of its journal did not take them.",
+        )
         self._gateway_errors = counter("rollout_gateway_errors_total", "Error responses to model calls.", ("code",))
         self._steps: dict[int, _Seen] = {}
         self._services, self._gateways = _Seen(), _Seen()
@@ -199,6 +203,7 @@ class RunMetrics:
         self._gateway_in_flight.set(stats.calls_in_flight)
         self._gateway_calls.inc(growth("calls", stats.calls))
         self._gateway_cache_breaks.inc(growth("breaks", stats.cache_breaks))
+        self._gateway_unjournaled.inc(growth("unjournaled", stats.unjournaled))
         tokens = {
             "prompt": stats.prompt_tokens,
             "cached": stats.cached_tokens,

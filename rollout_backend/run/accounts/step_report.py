@@ -147,6 +147,8 @@ class StepReport(BaseModel, frozen=True):
     `sampled_tokens`. Calls that the service may have ended have their limits in `limit_tokens` instead."""
     left_out_replies: int = 0
     """Replies that training.leave_out leaves out of training, since then."""
+    unjournaled_sessions: int = 0
+    """Sessions that the gateways' disk did not take, since then: a restart of their gateway would end them."""
     runaways: dict[str, int] = {}
     """Sampled tokens of rollouts whose session reached gateway.session_tokens."""
     heard_after_stop: dict[str, int] = {}

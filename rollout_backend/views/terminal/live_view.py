@@ -336,6 +336,9 @@ def _details(progress: Progress) -> Iterator[Text]:
         renderers = f" ({one_line(', '.join(sorted(gateway.malformed)))})" if gateway.malformed else ""
         malformed = f"{gateway.malformed_tool_calls:,} malformed tool calls{renderers}"
         yield Text(f"          {malformed}; errors: {one_line(errors)}")
+        if gateway.unjournaled:
+            sessions = count(gateway.unjournaled, "session")
+            yield Text(f"          {sessions} without a journal: its disk is full or does not answer", "yellow")
     yield Text(f" agents   {count(progress.open_sessions, 'session')} open")
     for server in progress.servers[:_MAX_LISTED]:
         yield Text(f" {server.name:9}{_state(server, progress)}   {server.url}")

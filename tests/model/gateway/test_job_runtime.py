@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import boto3
 import botocore.session
@@ -22,6 +23,7 @@ from rollout_backend.core.session_key import expand, issue, shorten, verify
 from rollout_backend.model.dialects import sagemaker_job_runtime as dialect
 from rollout_backend.model.gateway import job_runtime
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, TRAJECTORY_HEADER
+from rollout_backend.model.gateway.sessions import journal_writer
 from rollout_backend.model.gateway.sessions.journal import SessionJournal, prepare
 from rollout_backend.model.gateway.sessions.registry import SessionRegistry
 from rollouts import make_claims
@@ -236,8 +238,9 @@ def test_reports_end_with_their_sessions(play):
 
 
 @pytest.fixture
-def start(tmp_path: Path, bundle: Any) -> Iterator[Any]:
+def start(tmp_path: Path, bundle: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Start the registry of a gateway after the end of the one before."""
+    monkeypatch.setattr(journal_writer, "_MEMORY", tmp_path)
     prepare(tmp_path / "run" / "gateway")
     with ExitStack() as running:
 
@@ -255,40 +258,42 @@ async def test_a_restarted_gateway_knows_the_reports_of_its_open_sessions(start)
     for name in ("done", "completed", "stopped", "open"):
         await registry.open(make_claims(name))
         if name != "open":
-            registry.report(make_claims(name), status="ready")
-    registry.report(make_claims("done"), rewards=[float("inf"), 0.1])
+            await registry.report(make_claims(name), status="ready")
+    await registry.report(make_claims("done"), rewards=[float("inf"), 0.1])
     await registry.revoke(["stopped"])
     before = registry.reports
     again = start()
     assert again.reports == before
     assert again.reports.keys() == {"done", "completed"}
     assert again.reports["done"]["rewards"] == [float("inf"), 0.1]
-    again.report(make_claims("completed"), rewards=[1.0])
+    await again.report(make_claims("completed"), rewards=[1.0])
     await again.open(make_claims("open"))
     with pytest.raises(ApiError, match="has completed the rollout"):
         await again.open(make_claims("done"))
 
 
-async def test_a_report_that_cannot_be_recorded_is_refused_and_may_be_repeated(start, monkeypatch):
+async def test_a_report_that_cannot_be_recorded_counts_until_the_gateway_ends(start, monkeypatch):
     registry = start()
     with monkeypatch.context() as full:
-        full.setattr(SessionJournal, "report", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-        with pytest.raises(ApiError) as caught:
-            registry.report(make_claims(), status="ready")
-    assert (caught.value.status, registry.reports) == (503, {})
-    registry.report(make_claims(), status="ready")
+        full.setattr(SessionJournal, "report", Mock(side_effect=OSError(28, "No space left")))
+        await registry.report(make_claims(), status="ready")
     assert registry.reports.keys() == {"s"}
+    again = start()
+    assert again.reports == {}
+    with pytest.raises(ApiError, match="lost with the journal"):
+        await again.open(make_claims())
 
 
 async def test_reports_expire_with_their_keys_and_the_file_stays_small(start, tmp_path):
     clock, file = Clock(), tmp_path / "run" / "gateway" / "reports"
     registry = start(clock=clock)
     for number in range(2000):
-        registry.report(make_claims(f"s{number}", expires_at=50.0), status="ready")
-    registry.report(make_claims("lasting", expires_at=200.0), status="ready")
+        await registry.report(make_claims(f"s{number}", expires_at=50.0), status="ready")
+    await registry.report(make_claims("lasting", expires_at=200.0), status="ready")
     size = file.stat().st_size
     clock.now = 100.0
     await registry.sweep()
+    await registry.written(make_claims("lasting"))
     assert registry.reports.keys() == {"lasting"}
     assert file.stat().st_size < size / 100
 

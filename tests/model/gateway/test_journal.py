@@ -23,8 +23,10 @@ from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, read_claims, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_writer
 from rollout_backend.model.gateway.sessions.journal import SessionJournal
 from rollout_backend.model.gateway.sessions.registry import MAX_UNANSWERED, SessionRegistry
+from rollout_backend.model.gateway.stats import GatewayStats
 from rollout_backend.model.serving.run_secret import key_secret
 from rollout_backend.workbench.local.scripted import Fail, ScriptedEngine
 
@@ -62,6 +64,10 @@ def journal(open_journal) -> SessionJournal:
     return open_journal()
 
 
+def read(journal: SessionJournal, session_id: str) -> list[journals.Record]:
+    return journals.decode(journal.load(session_id))
+
+
 def session_file(folder: Path) -> Path:
     [path] = (folder / "sessions").iterdir()
     return path
@@ -79,9 +85,9 @@ def test_a_damaged_record_is_dropped_and_later_ones_are_read(folder, journal, da
     path.write_bytes(
         data[:-1] + bytes([data[-1] ^ 1]) if damage == "a changed byte" else data[: -int(damage.split()[0])]
     )
-    assert journal.read("s") == [{"i": 0}, {"i": 1}]
+    assert read(journal, "s") == [{"i": 0}, {"i": 1}]
     journal.append("s", {"i": 3})
-    assert journal.read("s") == [{"i": 0}, {"i": 1}, {"i": 3}]
+    assert read(journal, "s") == [{"i": 0}, {"i": 1}, {"i": 3}]
 
 
 def test_a_failed_write_leaves_no_partial_record(journal, monkeypatch):
@@ -98,7 +104,7 @@ def test_a_failed_write_leaves_no_partial_record(journal, monkeypatch):
         journal.append("s", {"i": 1234567})
     monkeypatch.undo()
     journal.append("s", {"i": 2})
-    assert journal.read("s") == [{"i": 0}, {"i": 2}]
+    assert read(journal, "s") == [{"i": 0}, {"i": 2}]
 
 
 def test_only_the_owner_can_read_the_journal(folder, journal):
@@ -155,8 +161,8 @@ def test_a_session_that_is_not_resumed_is_removed_when_its_key_expires(folder, j
     again.sweep({}, {}, time.time() + 40_000, session_key_s=50_000)
     assert len(list((folder / "sessions").iterdir())) == 2
     again.sweep({}, {}, time.time() + 60_000, session_key_s=50_000)
-    assert again.read("resumed")
-    assert again.read("left") == []
+    assert read(again, "resumed")
+    assert read(again, "left") == []
 
 
 def test_the_secret_of_keys_is_derived_from_the_runs_secret_and_differs_from_others(claims):
@@ -175,7 +181,7 @@ def test_more_sessions_than_open_files(journal):
         for name in names:
             journal.append(name, {"i": i})
     assert len(journal._open) == journals.OPEN_FILES
-    assert all(journal.read(name) == [{"i": 0}, {"i": 1}] for name in names)
+    assert all(read(journal, name) == [{"i": 0}, {"i": 1}] for name in names)
 
 
 # --- sessions ---------------------------------------------------------------------------------------------
@@ -192,6 +198,7 @@ async def test_a_sealed_session_stays_sealed_and_a_revoked_one_revoked(bundle, o
         session.unanswered.add(b"lost")
     sealed = await first.seal(claims("sealed"))
     await first.revoke(["revoked", "never seen"])
+    await first.written(claims("open"))
     again = registry()
     with pytest.raises(ApiError, match="closed"):
         await again.open(claims("sealed"))
@@ -215,26 +222,17 @@ async def test_the_seconds_until_the_first_call_are_sealed_and_survive_a_restart
         return claims(name, expires_at=invoked_at + 50.0)
 
     # Opening a session, as a request for the length of a prompt does, is no model call.
-    first = await registry().open(key("s", 1000.0))
+    earlier = registry()
+    first = await earlier.open(key("s", 1000.0))
     clock.now = 1007.0
     for question in (b"first", b"second"):
         first.ask(question, is_retry=False)
         clock.now += 9
+    await earlier.written(first.claims)
     again = registry()
     # The session is restored with a key that a restarted trainer made.
     assert sealed(await again.seal(key("s", 1020.0))) == 7.0
     assert sealed(await again.seal(key("never called", 1020.0))) is None
-
-
-async def test_a_session_that_cannot_be_journaled_is_closed(bundle, folder, journal, claims):
-    registry = SessionRegistry(bundle, "m", 50.0, journal=journal)
-    session = await registry.open(claims())
-    (folder / "sessions").rmdir()
-    with pytest.raises(ApiError, match="cannot write the journal") as caught:
-        session.write({})
-    assert caught.value.status == 503
-    with pytest.raises(ApiError, match="closed"):
-        await registry.open(claims())
 
 
 async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_journal, claims):
@@ -246,6 +244,7 @@ async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_j
             session.ask(question, is_retry=False)
             session.lose(question)
             session.write(journals.dropped(question))
+    await registry.written(many.claims)
     assert len(few.unanswered) == MAX_UNANSWERED // 2
     assert len(many.unanswered) == MAX_UNANSWERED + 1
     sizes = sorted(file.stat().st_size for file in (folder / "sessions").iterdir())
@@ -255,12 +254,13 @@ async def test_calls_without_an_answer_take_limited_space(bundle, folder, open_j
 
 
 async def test_a_session_that_could_not_be_read_is_not_taken_for_a_new_one(bundle, open_journal, claims, monkeypatch):
-    session = await SessionRegistry(bundle, "m", 50.0, journal=open_journal()).open(claims())
-    session.ask(b"lost", is_retry=False)
+    first = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    (await first.open(claims())).ask(b"lost", is_retry=False)
+    await first.written(claims())
     again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-        with pytest.raises(OSError, match="Too many"):
+        with pytest.raises(ApiError, match="Too many open files; retry later"):
             await again.open(claims())
     assert Trajectory.decode(await again.seal(claims())).unanswered_calls == 1
 
@@ -269,20 +269,23 @@ async def test_a_session_is_read_once_beside_the_event_loop(bundle, open_journal
     first = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
     for name in ("resumed", "revoked"):
         (await first.open(claims(name))).ask(b"lost", is_retry=False)
-    go, readers, read = threading.Event(), [], SessionJournal.read
+    await first.written(claims())
+    go, readers, load = threading.Event(), [], SessionJournal.load
 
-    def slow(journal: SessionJournal, session_id: str) -> list[journals.Record]:
+    def slow(journal: SessionJournal, session_id: str) -> memoryview:
         readers.append(threading.current_thread())
         go.wait(60)
-        return read(journal, session_id)
+        return load(journal, session_id)
 
-    monkeypatch.setattr(SessionJournal, "read", slow)
+    monkeypatch.setattr(SessionJournal, "load", slow)
     again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
     opened = [asyncio.create_task(again.open(claims(name))) for name in ("resumed", "resumed", "revoked")]
     await eventually(lambda: readers)  # the second is read after it, in the same thread
     opened[0].cancel()  # its client disconnected
-    await again.revoke(["revoked"])
+    revoking = asyncio.create_task(again.revoke(["revoked"]))
+    await asyncio.sleep(0)
     go.set()
+    await revoking
     _, resumed, revoked = await asyncio.gather(*opened, return_exceptions=True)
     assert resumed.unanswered == {b"lost"}
     assert isinstance(revoked, ApiError)
@@ -308,7 +311,141 @@ async def test_a_call_in_flight_does_not_reopen_a_revoked_session(bundle, folder
     session = await registry.open(claims())
     await registry.revoke(["s"])
     session.write({"kind": "asked", "call": b"c"})
+    await registry.written(claims())
     assert list((folder / "sessions").iterdir()) == []
+
+
+# --- a disk that is full or does not answer ---------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch) -> Path:
+    """Where the sessions without a complete journal are noted."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr(journal_writer, "_MEMORY", folder)
+    monkeypatch.setattr(journal_writer, "_LIMIT_S", 120.0)
+    return folder
+
+
+@pytest.fixture(params=["full", "hangs"])
+def fail(request, memory):
+    """`fail(patch, registry)` lets the disk take no write of the registry's journal."""
+    free = threading.Event()
+
+    def refuse(*_: object) -> None:
+        if request.param == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert free.wait(120)
+
+    def fail(patch: pytest.MonkeyPatch, registry: SessionRegistry) -> None:
+        patch.setattr(registry._journal._disk, "_given_limit_s", 0.05)
+        for call in ("append", "close", "report"):
+            patch.setattr(SessionJournal, call, refuse)
+
+    yield fail
+    free.set()
+
+
+async def test_sessions_that_the_disk_does_not_take_continue_and_a_later_gateway_refuses_them_alone(
+    bundle, open_journal, claims, fail, monkeypatch
+):
+    stats = GatewayStats()
+    first = SessionRegistry(bundle, "m", 50.0, sealer=Sealer(SEAL_SECRET), journal=open_journal(), stats=stats)
+    sessions = {name: await first.open(claims(name)) for name in ("whole", "in part", "revoked")}
+    for session in sessions.values():
+        session.ask(b"one", is_retry=False)
+        await first.written(session.claims)
+    assert stats.unjournaled == 0
+    with monkeypatch.context() as failing:
+        fail(failing, first)
+        sessions["new"] = await first.open(claims("new"))
+        for question in (b"two", b"three"):
+            for name in ("in part", "new"):
+                sessions[name].ask(question, is_retry=False)
+                await first.written(sessions[name].claims)
+        await first.revoke(["revoked"])
+        assert await first.seal(claims("in part"))
+    assert stats.unjournaled == 3
+    for _ in range(2):
+        again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+        assert (await again.open(claims("whole"))).unanswered == {b"one"}
+        for name in ("in part", "new", "revoked"):
+            for use in (again.open, again.seal):
+                with pytest.raises(ApiError, match="lost with the journal") as caught:
+                    await use(claims(name))
+                assert caught.value.status == 410
+
+
+async def test_once_the_disk_takes_writes_again_new_sessions_have_a_journal(
+    bundle, open_journal, claims, memory, monkeypatch
+):
+    free, stats = threading.Event(), GatewayStats()
+    first = SessionRegistry(bundle, "m", 50.0, journal=open_journal(), stats=stats)
+    with monkeypatch.context() as hung:
+        hung.setattr(first._journal._disk, "_given_limit_s", 0.05)
+        hung.setattr(SessionJournal, "append", lambda *_: free.wait(120))
+        lost = await first.open(claims("lost"))
+        lost.ask(b"one", is_retry=False)
+        await first.written(lost.claims)
+    free.set()
+    await eventually(lambda: not first._journal._disk.hangs)
+    kept = await first.open(claims("kept"))
+    for session in (kept, lost):
+        session.ask(b"two", is_retry=False)
+        await first.written(session.claims)
+    assert stats.unjournaled == 1
+    again = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    assert (await again.open(claims("kept"))).unanswered == {b"two"}
+    # Once no key of the lost session can be valid, nothing is noted of it.
+    await again.sweep()
+    assert [*memory.iterdir()]
+    monkeypatch.setattr(again, "_clock", lambda: time.time() + 60)
+    await again.sweep()
+    assert not [*memory.iterdir()]
+
+
+async def test_a_session_whose_loss_cannot_be_noted_is_closed(
+    bundle, memory, open_journal, claims, fail, monkeypatch
+):
+    memory.rmdir()
+    registry = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    session = await registry.open(claims())
+    fail(monkeypatch, registry)
+    session.ask(b"one", is_retry=False)
+    with pytest.raises(ApiError, match="can neither write the journal") as caught:
+        await registry.written(session.claims)
+    assert caught.value.status == 503
+    with pytest.raises(ApiError, match="closed"):
+        await registry.open(claims())
+
+
+def test_an_answer_waits_for_the_journal_and_no_other_request_does(start, monkeypatch):
+    gateway = start(lambda _: "5")
+    assert text_of(gateway.post(ask("a"))) == "5"
+    go, append, answers = threading.Event(), SessionJournal.append, []
+
+    def slow(*args: object) -> None:
+        assert go.wait(120)
+        append(*args)
+
+    monkeypatch.setattr(SessionJournal, "append", slow)
+    clients = [
+        threading.Thread(target=lambda body=body: answers.append(gateway.post(body)))
+        for body in (ask("b"), ask("c", stream=True))
+    ]
+    for client in clients:
+        client.start()
+    until(lambda: gateway.gateway.stats().calls == 3)
+    assert httpx.get(f"{gateway.gateway.url}/health").status_code == 200
+    assert gateway.post(ask("a"), path="/v1/messages/count_tokens", session="other").status_code == 200
+    assert not answers
+    go.set()
+    for client in clients:
+        client.join()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    gateway.restart()
+    assert len(Trajectory.decode(gateway.seal()).segments) == 3
 
 
 # --- restarts of a gateway --------------------------------------------------------------------------------

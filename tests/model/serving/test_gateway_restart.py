@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -13,6 +14,7 @@ from builders import complete, eventually, report, session_of, user
 from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import read_claims, shard_of
 from rollout_backend.errors import ServingError, StartupError
+from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.serving.gateway_fleet import GatewayFleet
 from rollout_backend.model.serving.run_secret import key_secret
 from rollout_backend.model.serving.supervisor import Probing
@@ -124,9 +126,24 @@ async def test_if_its_port_is_taken_a_restarted_gateway_has_another_identity(sta
             assert (await start(engine)).identity != before
 
 
+async def test_a_gateway_whose_disk_does_not_answer_restarts_without_a_journal(start, claims, monkeypatch):
+    events: list[tuple[str, str]] = []
+    with ScriptedEngine(["one"]) as engine:
+        fleet = await start(engine, events)
+        earlier, identity = fleet.endpoint(claims("earlier")), fleet.identity
+        assert await say(earlier, [], "Begin.") == "one"
+        monkeypatch.setattr(journals, "prepare", Mock(side_effect=TimeoutError))
+        await kill(fleet)
+        await eventually(lambda: events == [("gateway", "died"), ("gateway", "restarted")])
+        with pytest.raises(openai.APIStatusError, match="lost with the journal"):
+            await say(earlier, [], "And then?")
+        assert await say(fleet.endpoint(claims("new")), [], "Begin.") == "one"
+        assert fleet.identity != identity
+        assert (await fleet.stats()).unjournaled == 1
+
+
 @pytest.mark.slow
 async def test_a_gateway_that_hangs_is_restarted_and_its_session_continues(start, claims):
-    """A stopped process, or one whose journal is on a file system that does not answer."""
     events: list[tuple[str, str]] = []
     with ScriptedEngine(["one", "two"]) as engine:
         fleet = await start(engine, events, probing=Probing(interval_s=0.05, timeout_s=3.0, failures=2))

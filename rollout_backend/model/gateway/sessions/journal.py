@@ -19,8 +19,8 @@ A record is a length, a CRC-32, and msgpack:
 
 Invariants:
 
-- A call is written before it is answered, so the journal has every answer that a client received. A truncated record
-  belongs to an unanswered call and is dropped.
+- A call is written before it is answered, so the journal has every answer that a client received, except those of the
+  sessions that `journal_writer` has noted. A truncated record belongs to an unanswered call and is dropped.
 - A session without a file in the journal that its key names has sampled nothing. A lost or recreated folder is a
   different journal; otherwise the rest of a session would pass for the whole session.
 - Only one process at a time writes to the folder.
@@ -53,7 +53,7 @@ import msgpack
 from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.base.atomic_file import write_file
 from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, ApiError, Choice
+from rollout_backend.core.model_call import Answer, Choice, session_lost
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
@@ -76,12 +76,7 @@ log = logging.getLogger(__name__)
 def check_journal(claims: SessionClaims, journal_id: str) -> None:
     """Raise ApiError (410) for a session of another journal, because this one lacks its earlier turns."""
     if claims.is_recorded and claims.journal_id != journal_id:
-        raise ApiError(
-            410,
-            "the tokens that this session has sampled are lost with the journal of its gateway. The rollout is "
-            "repeated",
-            code="session_lost",
-        )
+        raise session_lost()
 
 
 def prepare(folder: Path, wait_s: float = _WAIT_S) -> str:
@@ -122,19 +117,29 @@ def read_session(folder: Path, session_id: str) -> list[Record]:
         data = (folder / "sessions" / _name(session_id)).read_bytes()
     except FileNotFoundError:
         return []
-    return [record for record, _ in _complete(memoryview(data))]
+    return decode(memoryview(data))
+
+
+def decode(data: memoryview) -> list[Any]:
+    """Return all complete records, in order."""
+    return [msgpack.unpackb(body) for body, _ in _complete(data)]
+
+
+class JournalHeld(ConfigError):
+    """Another gateway holds the journal."""
 
 
 class SessionJournal:
     """A journal in a folder made by `prepare`, held until `release` or the end of the process.
 
-    Only `read` is thread-safe.
+    One thread calls it, except for `is_left` and `take`.
     """
 
     def __init__(self, folder: Path) -> None:
         """Raise ConfigError if the folder cannot be used, or another gateway holds it."""
+        self.folder = folder
         self._sessions = folder / "sessions"
-        self._closed_table, self._reports_table = _Table(folder / "closed"), _Table(folder / "reports")
+        self._closed_table, self._reports_table = Table(folder / "closed"), Table(folder / "reports")
         # Descriptors, least recently used first.
         self._open: dict[str, int] = {}
         try:
@@ -142,14 +147,12 @@ class SessionJournal:
             self.journal_id = (folder / "journal_id").read_text()
             self._left = {entry.name: entry.stat().st_mtime for entry in os.scandir(self._sessions)}
             closed = {name: until for name, until in self._closed_table.read().items() if until > time.time()}
-            self._closed_table.rewrite(closed)
             self.reports: dict[str, Record] = {
                 name: report
                 for name, report in self._reports_table.read().items()
                 if name not in closed and report["until"] > time.time()
             }
             """The reports of open sessions, by name."""
-            self._reports_table.rewrite(self.reports)
         except OSError as error:
             raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
         self.closed: Mapping[str, float] = closed
@@ -180,17 +183,20 @@ class SessionJournal:
         """Take a session of an earlier process, which `sweep` then leaves to the registry."""
         self._left.pop(_name(session_id), None)
 
-    def read(self, session_id: str) -> list[Record]:
-        """Return the records of a session, in order. Another thread may do this while nothing is appended to it."""
-        return list(_records(self._file(session_id)))
+    def load(self, session_id: str) -> memoryview:
+        """Return the records of a session, in order, for `decode`. Raises OSError."""
+        return _load(self._file(session_id))
 
     def close(self, sessions: Mapping[str, float]) -> None:
         """Delete these sessions except for their names, each of which has an expiry time. Raises OSError."""
-        self._closed_table.append(sessions)
-        for path in map(self._file, sessions):
-            if path.name in self._open:
-                os.close(self._open.pop(path.name))
-            path.unlink(missing_ok=True)
+        try:
+            self._closed_table.append(sessions)
+        finally:
+            # Also on a full disk, which this frees.
+            for path in map(self._file, sessions):
+                if path.name in self._open:
+                    os.close(self._open.pop(path.name))
+                path.unlink(missing_ok=True)
 
     def report(self, session_id: str, report: Record) -> None:
         """Replace what was reported of a session. Raises OSError."""
@@ -203,8 +209,8 @@ class SessionJournal:
 
         `closed` and `reports` are what to keep; `session_key_s` is the longest validity of a key. Raises OSError.
         """
-        for name in [name for name, written_at in self._left.items() if written_at + session_key_s <= now]:
-            del self._left[name]
+        for name in [name for name, written_at in [*self._left.items()] if written_at + session_key_s <= now]:
+            self._left.pop(name, None)
             (self._sessions / name).unlink(missing_ok=True)
         self._closed_table.compact(closed)
         self._reports_table.compact(reports)
@@ -241,7 +247,7 @@ def _write(descriptor: int, data: bytes) -> None:
         raise
 
 
-class _Table:
+class Table:
     """A file with values of names. The last value of a name counts."""
 
     def __init__(self, path: Path) -> None:
@@ -249,7 +255,10 @@ class _Table:
         self._written = 0
 
     def read(self) -> dict[str, Any]:
-        return dict(_records(self._path))
+        """Return the values; none if there is no file. Raises OSError."""
+        records = decode(_load(self._path))
+        self._written = len(records)
+        return dict(records)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Add or replace values. Raises OSError."""
@@ -260,32 +269,32 @@ class _Table:
             os.close(file)
         self._written += len(values)
 
-    def rewrite(self, values: Mapping[str, Any]) -> None:
-        write_file(self._path, b"".join(map(_frame, values.items())), private=True)
-        self._written = len(values)
-
     def compact(self, values: Mapping[str, Any]) -> None:
         """Rewrite the file with only these values, once most of its records are outdated."""
         if self._written - len(values) >= max(_COMPACT_FROM, len(values)):
-            self.rewrite(values)
+            write_file(self._path, b"".join(map(_frame, values.items())), private=True)
+            self._written = len(values)
+
+    def delete(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._written = 0
 
 
-def _records(path: Path) -> Iterator[Any]:
-    """Yield all complete records, then truncate the file after the last one."""
+def _load(path: Path) -> memoryview:
+    """Return all complete records, after truncating the file behind them. Without a file, there are none."""
     try:
         data = memoryview(path.read_bytes())
     except FileNotFoundError:
-        return
-    at = 0
-    for record, at in _complete(data):  # noqa: B007  the end of the last one
-        yield record
-    if at < len(data):
-        log.warning("the last %d bytes of %s are no complete record and are dropped", len(data) - at, path.name)
-        os.truncate(path, at)
+        return memoryview(b"")
+    end = max((end for _, end in _complete(data)), default=0)
+    if end < len(data):
+        log.warning("the last %d bytes of %s are no complete record and are dropped", len(data) - end, path.name)
+        os.truncate(path, end)
+    return data[:end]
 
 
-def _complete(data: memoryview) -> Iterator[tuple[Any, int]]:
-    """Yield all complete records, each with the offset of its end."""
+def _complete(data: memoryview) -> Iterator[tuple[memoryview, int]]:
+    """Yield the bodies of all complete records, each with the offset of its end."""
     at = 0
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)
@@ -293,7 +302,7 @@ def _complete(data: memoryview) -> Iterator[tuple[Any, int]]:
         if len(body) < length or zlib.crc32(body) != crc:
             break
         at += _HEAD.size + length
-        yield msgpack.unpackb(body), at
+        yield body, at
 
 
 def _lock(folder: Path, wait_s: float) -> Any:
@@ -313,7 +322,7 @@ def _lock(folder: Path, wait_s: float) -> Any:
         except BlockingIOError:
             if time.monotonic() >= until:
                 file.close()
-                raise ConfigError(
+                raise JournalHeld(
                     f"another gateway uses {folder}: does this run already run elsewhere? Give it another run_id"
                 ) from None
             time.sleep(0.05)

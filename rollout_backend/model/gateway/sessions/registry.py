@@ -7,7 +7,7 @@ Invariants:
   replies that no client received completely and no later call continues.
 - A revoked session keeps only its name, and so does a sealed session `_FETCHABLE_S` after its seal.
 - With a journal, sessions survive the process: the first call restores a session. A session whose journal cannot be
-  written is revoked, because no later process could continue it.
+  written continues, and ends with the process: see `journal_writer`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from agent_wrapper.contract import ContractError, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, unpacked_size
 from rollout_backend.base.logs import report_failure
 from rollout_backend.config import ExpertShape
-from rollout_backend.core.model_call import Answer, journal_unwritable, session_closed, trajectory_too_large
+from rollout_backend.core.model_call import (
+    Answer,
+    journal_unreadable,
+    journal_unwritable,
+    session_closed,
+    session_lost,
+    trajectory_too_large,
+)
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
@@ -36,6 +43,7 @@ from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
 from rollout_backend.model.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.model.gateway.sessions.journal import Record, SessionJournal
+from rollout_backend.model.gateway.sessions.journal_writer import JournalWriter
 from rollout_backend.model.gateway.stats import GatewayStats, count
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 
@@ -89,13 +97,15 @@ class OpenSession:
         self.write(journals.asked(question, is_retry=is_retry, first_call_s=self.first_call_s))
 
     def write(self, record: Record) -> None:
-        """Append a record to the journal, if there is one and the session is open.
+        """Append a record to the journal, if there is one and the session is open. `SessionRegistry.written` waits
+        for it.
 
         The journal keeps a limited number of calls without an answer. A session that has more was refused for hours,
         or is hostile; if the gateway restarts, it counts as one with a lost call.
 
         Raises:
-            ApiError: status 503 if the record cannot be written; this also closes the session.
+            ApiError: status 503 if the session's journal is incomplete and that cannot be noted; this also closes the
+                session.
         """
         if self.journal is None or not self.is_open:
             return
@@ -149,9 +159,9 @@ class SessionRegistry:
         stats: GatewayStats | None = None,
         max_session_calls: int = 64,
     ) -> None:
-        """Without a `sealer`, trajectories carry no seal; without a `journal`, sessions end with this process.
-        `experts` is the shape of the routing to record. A trajectory larger than `max_result_bytes` is not returned,
-        because the trainer would refuse it.
+        """Without a `sealer`, trajectories carry no seal; without a `journal`, sessions end with this process, and
+        otherwise `close` releases it. `experts` is the shape of the routing to record. A trajectory larger than
+        `max_result_bytes` is not returned, because the trainer would refuse it.
         """
         self._stats = stats or GatewayStats()
         self._max_session_calls = max_session_calls
@@ -166,7 +176,7 @@ class SessionRegistry:
         self._sealer = sealer
         self._sessions: dict[str, OpenSession | _SealedSession] = {}
         self._restoring: dict[str, asyncio.Task[None]] = {}
-        self._journal = journal
+        self._journal = JournalWriter(journal, self._count_unjournaled) if journal is not None else None
         # Sessions that sent heartbeats or calls since the last call of `take_heartbeats`.
         self._beats: set[str] = set()
         self._calls: set[str] = set()
@@ -201,22 +211,31 @@ class SessionRegistry:
         self.check_not_revoked(claims.session_id)
         self._beats.add(claims.session_id)
 
-    def report(self, claims: SessionClaims, **fields: Any) -> None:
+    async def report(self, claims: SessionClaims, **fields: Any) -> None:
         """Record what the session's agent reports of it: see `job_runtime`.
 
         Raises:
-            ApiError: status 410 if the session was revoked, 503 if the journal cannot be written.
+            ApiError: status 410 if the session was revoked; 503 like `written`.
         """
         name = claims.session_id
         self.check_not_revoked(name)
-        report = {**self.reports.get(name, {"at": self._clock()}), **fields, "until": claims.expires_at}
+        self.reports[name] = {**self.reports.get(name, {"at": self._clock()}), **fields, "until": claims.expires_at}
         if self._journal is not None:
+            self._journal.report(name, self.reports[name])
+            await self.written(claims)
+
+    async def written(self, claims: SessionClaims) -> None:
+        """Wait until the journal has all records of the session, or a later process will know that it has not.
+
+        Raises:
+            ApiError: status 503 if neither is possible; this also closes the session.
+        """
+        if self._journal is not None and claims.is_recorded:
             try:
-                self._journal.report(name, report)
-            except OSError as error:
-                log.exception("the report of a session cannot be written: %s", error.strerror)
+                await self._journal.written(claims.session_id)
+            except OSError:
+                self._close_all({claims.session_id: claims.expires_at})
                 raise journal_unwritable() from None
-        self.reports[name] = report
 
     def check_not_revoked(self, name: str) -> None:
         """Raise ApiError (410) if the session was revoked, or sealed long ago."""
@@ -235,7 +254,7 @@ class SessionRegistry:
         """Return the session of a key. The first call creates the session or restores it from the journal.
 
         Raises:
-            ApiError: status 410 if it is closed.
+            ApiError: status 410 if it is closed, 503 if its journal cannot be read now.
         """
         if claims.session_id in self.reports:
             raise session_closed("its agent has completed the rollout")
@@ -258,7 +277,8 @@ class SessionRegistry:
         """Close the session, abort its calls in flight, and return its encoded trajectory.
 
         Raises:
-            ApiError: status 410 if the session was revoked; 413 if the trajectory is too large.
+            ApiError: status 410 if the session was revoked; 413 if the trajectory is too large; 503 if its journal
+                cannot be read now, or like `written`.
         """
         await self._restore(claims)
         session = self._find(claims)
@@ -267,6 +287,7 @@ class SessionRegistry:
             replies = [reply for running in session.undelivered if not running.delivered for reply in running.replies]
             session.write(journals.sealed(now, session.unanswered, replies))
             session = self._seal(session, now, replies)
+        await self.written(claims)
         try:
             return await asyncio.shield(session.trajectory)
         except asyncio.CancelledError:
@@ -292,6 +313,8 @@ class SessionRegistry:
         until = self._clock() + self._token_s
         self._revoked.update(session_ids)
         await asyncio.gather(*self._close_all(dict.fromkeys(session_ids, until)), return_exceptions=True)
+        if self._journal is not None:
+            await self._journal.written()
 
     async def sweep(self) -> None:
         """Remove sessions whose keys have expired, and the contents of sessions that were sealed long ago."""
@@ -309,11 +332,17 @@ class SessionRegistry:
         if len(self._calls) > _MAX_HEARD:
             self.take_heartbeats()
         if self._journal is not None:
-            try:
-                self._journal.sweep(self._closed, self.reports, now, self._token_s)
-            except OSError as error:
-                log.warning("the journal's expired sessions could not be removed: %s", error)
+            self._journal.sweep(self._closed, self.reports, now, self._token_s)
         await asyncio.gather(*calls, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the threads, and release the journal."""
+        self.cpu.close()
+        if self._journal is not None:
+            self._journal.release()
+
+    def _count_unjournaled(self, sessions: int) -> None:
+        self._stats.unjournaled += sessions
 
     def _refused_after_stop(self, name: str) -> None:
         if name in self._revoked:
@@ -327,6 +356,8 @@ class SessionRegistry:
         self._calls.add(name)
         found = self._sessions.get(name)
         if found is None:
+            if self._journal is not None and self._journal.is_lost(name):
+                raise session_lost()
             found = self._sessions[name] = self._new_session(claims)
         found.expires_at = max(found.expires_at, claims.expires_at)
         return found
@@ -349,6 +380,8 @@ class SessionRegistry:
         )
         if self._journal is not None:
             session.journal = self._write
+        else:
+            self._stats.unjournaled += 1
         return session
 
     async def _restore(self, claims: SessionClaims) -> None:
@@ -356,10 +389,17 @@ class SessionRegistry:
         name, journal = claims.session_id, self._journal
         if name in self._closed or name in self._sessions or journal is None or not journal.is_left(name):
             return
+        if journal.is_lost(name):
+            raise session_lost()
 
         async def restore() -> None:
             session = self._new_session(claims)
-            read = await session.share.cpu.run(_replay, session, journal.read, name, tokenizes=False)
+            try:
+                records = await journal.load(name)
+            except OSError as error:
+                log.warning("the journal of a session cannot be read: %s", error)
+                raise journal_unreadable(error.strerror or "") from None
+            read = await session.share.cpu.run(_replay, session, records, tokenizes=False)
             journal.take(name)
             if name in self._closed:
                 return
@@ -379,8 +419,7 @@ class SessionRegistry:
         name = session.claims.session_id
         try:
             self._journal.append(name, record)
-        except OSError as error:
-            log.exception("the journal of a session cannot be written: %s", error.strerror)
+        except OSError:
             self._close_all({name: session.expires_at})
             raise journal_unwritable() from None
 
@@ -407,10 +446,7 @@ class SessionRegistry:
                 calls += session.calls
             self._closed[name] = max(until, self._closed.get(name, until))
         if self._journal is not None and sessions:
-            try:
-                self._journal.close({name: self._closed[name] for name in sessions})
-            except OSError as error:
-                log.warning("%d sessions are closed, but the journal does not record it: %s", len(sessions), error)
+            self._journal.close({name: self._closed[name] for name in sessions})
         return calls
 
     async def _encode(self, session: OpenSession, unanswered: int) -> bytes:
@@ -442,13 +478,13 @@ class _Replayed(NamedTuple):
     sealed: Record | None
 
 
-def _replay(session: OpenSession, read: Callable[[str], Iterable[Record]], name: str) -> _Replayed:
+def _replay(session: OpenSession, records: memoryview) -> _Replayed:
     """Apply the records of a session, except for its answers: their futures belong to the event loop."""
     # By question: attempts since the last answer, and attempts without an answer.
     unanswered: Counter[bytes] = Counter()
     attempts: Counter[bytes] = Counter()
     answers: deque[tuple[RequestKey, Answer]] = deque(maxlen=MAX_ANSWERS)
-    for record in read(name):
+    for record in journals.decode(records):
         match record["kind"]:
             case "asked":
                 unanswered[record["call"]] += 1

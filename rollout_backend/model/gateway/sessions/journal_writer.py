@@ -1,0 +1,173 @@
+"""Write a gateway's journal from a thread, because its disk may be full or stop answering.
+
+Invariants:
+
+- The event loop never waits for the disk. Writes are made in order; those that arrive during a call of the disk are
+  made together by the next one.
+- A session whose record the disk refuses, or does not take within `_LIMIT_S`, continues without a journal. Its name
+  is noted in the machine's memory before its next answer, and a later gateway refuses it: the journal has only a part
+  of what it sampled.
+- If not even the name can be noted, the session must end: `append` and `written` raise OSError.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from rollout_backend.base.disk import Disk
+from rollout_backend.model.gateway.sessions.journal import Record, SessionJournal, Table
+
+# The trainer waits for 30 s for the answer to a control request, and a model call has `timeouts.model_call_s`.
+_LIMIT_S = 10.0
+# Outlives a process, as the journal does, and needs no disk.
+_MEMORY = Path("/dev/shm")  # noqa: S108  a file there is private, and its name cannot be guessed
+if not _MEMORY.is_dir():
+    _MEMORY = Path(tempfile.gettempdir())
+
+log = logging.getLogger(__name__)
+
+
+class _Write(NamedTuple):
+    session_ids: Iterable[str]
+    make: Callable[[], None]
+
+
+class JournalWriter:
+    """Makes the calls of one journal. `on_lost` is called with the number of sessions that lost their journal."""
+
+    def __init__(self, journal: SessionJournal, on_lost: Callable[[int], None]) -> None:
+        """Raises ConfigError if the names that an earlier process has noted cannot be read."""
+        self._journal = journal
+        self._on_lost = on_lost
+        self._disk = Disk(
+            journal.folder,
+            _LIMIT_S,
+            "sessions continue without a journal, and end if this gateway restarts",
+        )
+        self._next: list[_Write] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._noted = Table(_MEMORY / f"rollout-backend-{journal.journal_id}")
+        # When each session without a complete journal was noted, in unix seconds.
+        self._lost: dict[str, float] = self._noted.read()
+        # Sessions without a complete journal that could not be noted.
+        self._unsafe: set[str] = set()
+
+    # --- sessions of earlier processes ------------------------------------------------------------------------
+
+    def is_lost(self, session_id: str) -> bool:
+        """Return whether the journal has only a part of this session."""
+        return session_id in self._lost
+
+    def is_left(self, session_id: str) -> bool:
+        """Return whether an earlier process wrote this session, and `take` was not called for it yet."""
+        return self._journal.is_left(session_id)
+
+    def take(self, session_id: str) -> None:
+        self._journal.take(session_id)
+
+    async def load(self, session_id: str) -> memoryview:
+        """Return the records of a session, for `journal.decode`. Raises OSError, also if the disk does not answer."""
+        if self._disk.hangs:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return await self._disk.call(self._journal.load, session_id)
+
+    # --- writes -----------------------------------------------------------------------------------------------
+
+    def append(self, session_id: str, record: Record) -> None:
+        """Append a record to a session. Raises OSError if the session must end."""
+        self._check(session_id)
+        if self._disk.hangs:
+            self._lose([session_id])
+            self._check(session_id)
+        if session_id not in self._lost:
+            self._submit([session_id], partial(self._journal.append, session_id, record))
+
+    def close(self, sessions: Mapping[str, float]) -> None:
+        """Delete these sessions except for their names, each of which has an expiry time."""
+        self._submit(sessions, partial(self._journal.close, sessions))
+
+    def report(self, session_id: str, report: Record) -> None:
+        """Replace what was reported of a session."""
+        self._submit([session_id], partial(self._journal.report, session_id, report))
+
+    def sweep(
+        self, closed: Mapping[str, float], reports: Mapping[str, Record], now: float, session_key_s: float
+    ) -> None:
+        """Delete what has expired: see `SessionJournal.sweep`."""
+        if self._disk.hangs:
+            return
+        self._submit((), partial(self._journal.sweep, dict(closed), dict(reports), now, session_key_s))
+        if self._lost and max(self._lost.values()) + session_key_s <= now:
+            self._noted.delete()
+            self._lost.clear()
+
+    async def written(self, session_id: str | None = None) -> None:
+        """Return once the disk has taken all writes, or the sessions that lost their journal are noted.
+
+        Raises:
+            OSError: this session must end.
+        """
+        if self._writing is not None and not self._writing.done():
+            await asyncio.shield(self._writing)
+        if session_id is not None:
+            self._check(session_id)
+
+    def release(self) -> None:
+        """Make the remaining writes, and release the folder for another gateway."""
+        if self._next:
+            self._disk.submit(_make, self._next)
+        self._disk.close()
+        if not self._disk.hangs:
+            self._journal.release()
+
+    def _submit(self, session_ids: Iterable[str], make: Callable[[], None]) -> None:
+        self._next.append(_Write(session_ids, make))
+        if len(self._next) == 1:
+            self._writing = asyncio.create_task(self._write(self._writing))
+
+    async def _write(self, previous: asyncio.Task[None] | None) -> None:
+        if previous is not None and not previous.done():
+            await asyncio.wait([previous])
+        writes, self._next = self._next, []
+        try:
+            lost = await self._disk.call(_make, writes)
+        except TimeoutError:
+            lost = [each for write in writes for each in write.session_ids]
+        self._lose(lost)
+
+    def _lose(self, session_ids: Iterable[str]) -> None:
+        now = time.time()
+        lost = {each: now for each in session_ids if each not in self._lost}
+        if not lost:
+            return
+        try:
+            self._noted.append(lost)
+        except OSError as error:
+            log.warning("%d sessions end: neither the journal nor %s can be written: %s", len(lost), _MEMORY, error)
+            self._unsafe.update(lost)
+            return
+        self._lost |= lost
+        self._on_lost(len(lost))
+
+    def _check(self, session_id: str) -> None:
+        if session_id in self._unsafe:
+            raise OSError(errno.EIO, "the session's journal is incomplete")
+
+
+def _make(writes: Iterable[_Write]) -> list[str]:
+    """Make these writes. Return the sessions of those that the disk refused."""
+    lost: list[str] = []
+    for write in writes:
+        try:
+            write.make()
+        except OSError as error:
+            log.warning("the journal cannot be written, so sessions continue without it: %s", error)
+            lost += write.session_ids
+    return lost
