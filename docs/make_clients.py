@@ -47,8 +47,8 @@ With every client:
   structured output: let the model answer freely and read its text instead.
 - **Keep the history.** If your framework shortens, summarises or trims it, the rest becomes a new row. Turn this off
   unless you want to train it that way.
-- **Replies that are cut** are trained up to [the cut](token-identity.md#replies-that-the-agent-cuts). magentic 0.41.1
-  is such a client: it takes the text beside a tool call for the answer, and drops the call.
+- **Replies that are cut** are trained up to [the cut](token-identity.md#replies-that-the-agent-cuts). By default,
+  [magentic](#magentic) is such a client.
 - **Messages that a client rewrites** open a new row. The clients with several rows below do so: their sections say
   what they drop, merge, move or rewrite.
 

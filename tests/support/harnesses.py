@@ -24,7 +24,8 @@ from rollout_backend.workbench.local.scripted import ToolCall
 
 FOLDER = Path(__file__).parents[1] / "model" / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
-PYTHON = dict.fromkeys(("agency-swarm.txt", "mistral-vibe.txt", "openhands.txt"), "3.12")  # where 3.11 is too old
+# Python 3.11 is too old for these.
+PYTHON = dict.fromkeys(("agency-swarm.txt", "fast-agent.txt", "mistral-vibe.txt", "openhands.txt"), "3.12")
 
 
 def said(name: str, **arguments: object) -> str:
@@ -69,6 +70,7 @@ class Harness:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     stop: str = ""  # the stop string that ends its replies
+    errors: Sequence[str] = ()  # the kinds of errors that the gateway answers to its probes
     note: str = ""  # for the page
 
     @property
@@ -588,10 +590,104 @@ fails.""",
         "python langroid_agent.py",
         reasons=("first_call", *["history_rewritten"] * 3),
         note="""\
-langroid adds the field `request` to the arguments of each call that it returns, and the next call opens a new row.
+langroid adds the field `request` to the arguments of each call that it returns, and the next call opens a new row:
+a deployed model reads this field too, so [an equal call id](token-identity.md#rows-and-segments) is not enough.
 `import langroid` downloads a vocabulary of tiktoken, which fails in a container without the internet. Import
 `litellm.litellm_core_utils.default_encoding` first, which has it, or set `TIKTOKEN_CACHE_DIR` in the image and import
 langroid there once.""",
+    ),
+    Harness(
+        "magentic",
+        "magentic openai",
+        "magentic.txt",
+        "python magentic_loop.py",
+        note="""\
+Set `output_types=[StreamedResponse]`. Without it, magentic takes the text beside a tool call for the answer and drops
+the call.""",
+    ),
+    Harness(
+        "Upsonic",
+        "upsonic",
+        "upsonic.txt",
+        "python upsonic_agent.py",
+        note="""\
+Set `feed_tool_call_results=True` on `Chat`. Without it, Upsonic leaves tool calls out of the history of the next
+question, which opens a new row.""",
+    ),
+    Harness(
+        "fast-agent",
+        "fast-agent-mcp",
+        "fast-agent.txt",
+        "python fast_agent_loop.py",
+        env={"GENERIC_BASE_URL": "BASE_URL", "GENERIC_API_KEY": "API_KEY"},
+        note="It needs Python 3.12.",
+    ),
+    Harness(
+        "nanobot",
+        "nanobot-ai",
+        "nanobot.txt",
+        'nanobot agent --workspace . --message "TASK"',
+        replies=(
+            f"I look first.\n{said('exec', command='cat double.py')}",
+            said("exec", command="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        files={
+            ".nanobot/config.json": """\
+{
+  "providers": {"custom": {"apiBase": "BASE_URL", "apiKey": "API_KEY"}},
+  "agents": {"defaults": {"provider": "custom", "model": "MODEL", "contextWindowTokens": CONTEXT_LENGTH}}
+}
+"""
+        },
+    ),
+    Harness(
+        "Hermes Agent",
+        "hermes-agent",
+        "hermes-agent.txt",
+        'hermes --oneshot "TASK" --toolsets terminal,file',
+        replies=(
+            f"I look first.\n{said('terminal', command='cat double.py')}",
+            said("terminal", command="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        files={
+            ".hermes/config.yaml": """\
+model:
+  provider: custom
+  default: MODEL
+  base_url: BASE_URL
+  api_key: API_KEY
+  context_length: CONTEXT_LENGTH
+"""
+        },
+        errors=("not_found",),
+        note="On a private address, it probes for other servers' paths, which are answered 404.",
+    ),
+    Harness(
+        "pi",
+        "@mariozechner/pi-coding-agent",
+        "pi.json",
+        'pi --provider rollout --model MODEL --print "TASK"',
+        replies=(
+            f"I look first.\n{said('bash', command='cat double.py')}",
+            said("bash", command="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        files={
+            ".pi/agent/models.json": """\
+{
+  "providers": {
+    "rollout": {
+      "api": "openai-completions",
+      "baseUrl": "BASE_URL",
+      "apiKey": "API_KEY",
+      "models": [{"id": "MODEL", "contextWindow": CONTEXT_LENGTH, "maxTokens": 4096}]
+    }
+  }
+}
+"""
+        },
     ),
 )
 
