@@ -116,7 +116,9 @@ def test_configs_can_be_loaded(tmp_path: Path) -> None:
         "runtime": {"kind": "http", "url": "http://agents.internal:8080"},
     }
     for page in PAGES:
-        if page.name == "add-a-runtime.md":  # its package exists in tests/agents/runtimes/test_add_a_runtime.py only
+        # The package of the first exists in tests/agents/runtimes/test_add_a_runtime.py only, and the second has
+        # configs of clients.
+        if page.name in ("add-a-runtime.md", "clients.md"):
             continue
         for text in blocks(page, "yaml"):
             path.write_text(text)
