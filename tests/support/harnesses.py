@@ -689,6 +689,60 @@ model:
 """
         },
     ),
+    Harness(
+        "Continue CLI",
+        "@continuedev/cli",
+        "continue.json",
+        'cn --config ~/.continue/config.yaml --auto --print "TASK"',
+        replies=(
+            f"I look first.\n{said('Bash', command='cat double.py')}",
+            said("Bash", command="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        files={
+            ".continue/config.yaml": """\
+name: rollout
+version: 1.0.0
+schema: v1
+models:
+  - name: MODEL
+    provider: openai
+    model: MODEL
+    apiBase: BASE_URL
+    apiKey: API_KEY
+    roles: [chat]
+    defaultCompletionOptions:
+      contextLength: CONTEXT_LENGTH
+"""
+        },
+    ),
+    Harness(
+        "VoltAgent",
+        "@voltagent/core @ai-sdk/openai-compatible ai zod",
+        "voltagent.json",
+        "node voltagent.mjs",
+        replies=(*SUMS[:2], "It is 9, and then 10."),
+        reasons=("first_call", "history_rewritten"),
+        note="""\
+The calls of one `generateText` are one row. VoltAgent's memory merges them into one message for the next
+`generateText`, which opens a new row.""",
+    ),
+    Harness(
+        "Genkit",
+        "genkit @genkit-ai/compat-oai",
+        "genkit.json",
+        "node genkit.mjs",
+        reasons=("first_call", "history_rewritten"),
+        note="It drops the text of a reply that also calls a tool, and the next call opens a new row.",
+    ),
+    Harness(
+        "Strands JS",
+        "@strands-agents/sdk openai zod",
+        "strands-js.json",
+        "node strands.mjs",
+        reasons=("first_call", "history_rewritten"),
+        note="It drops the text of a reply that also calls a tool, and the next call opens a new row.",
+    ),
 )
 
 
