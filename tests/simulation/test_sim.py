@@ -12,7 +12,7 @@ from tests.simulation.__main__ import app
 from tests.simulation.chaos import chaos, play
 from tests.simulation.clock import Deadlock, VirtualLoop
 from tests.simulation.faults import SILENT, Faults
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants import MUTANTS, mutated
 from tests.simulation.run import simulate
 
 SEEDS = range(40)
@@ -165,7 +165,15 @@ def test_the_quick_mutants_exist():
 )
 def test_mutants_are_caught(mutant):
     assert any(play(seed, mutant).violation for seed in range(1000)), f"{mutant} passes: the checks have a hole"
-    assert play(0).violation is None  # the patches are undone
+
+
+def test_the_patches_of_mutants_are_undone():
+    right = play(0)
+    assert right.violation is None
+    for name in MUTANTS:
+        with mutated(name):
+            pass
+    assert play(0).history == right.history
 
 
 @pytest.mark.slow
