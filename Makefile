@@ -41,18 +41,24 @@ SDK_TESTS := $(addprefix tests/,model/dialects/test_fields.py model/dialects/tes
   agent_wrapper/test_app.py agent_wrapper/test_outcome.py model/gateway/test_server.py \
   model/gateway/test_retries.py workbench/local/test_pytest_plugin.py model/relay/test_gateway.py)
 MAIN_TESTS := $(RUN)/pytest $(FIXED)
+CLIENTS_TESTS := $(CLIENTS)/bin/pytest $(SDK_TESTS) $(FIXED) --numprocesses 2 $(SPREAD) -m "not slow or engine" \
+  -o cache_dir=$(CLIENTS)/.pytest_cache
 VERL_TESTS := $(VERL)/bin/pytest tests/verl --numprocesses 0 $(FIXED) -o cache_dir=$(VERL)/.pytest_cache
-# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES). Many quick tests wait, so four
-# processes keep two cores busy. Each more costs 15 s of CPU: it collects all tests, and starts servers of its own.
+# Both environments' tests of one kind, at the same time: $(call both,MARKER,PROCESSES,FIRST). FIRST are more tests, which
+# run before those of the main environment. Many quick tests wait, so four processes keep two cores busy. Each more costs
+# 15 s of CPU: it collects all tests, and starts servers of its own.
 define both
 @echo "the tests of tests/verl run meanwhile, and print their output last"
 @$(VERL_TESTS) -m "$(1)" --durations 10 > $(VERL)/tests.log 2>&1 & verl=$$!; trap "kill $$verl" INT TERM; \
+first=0; $(if $(3),$(3) || first=$$?;) \
 $(MAIN_TESTS) --numprocesses $(2) $(SPREAD) -m "$(1)" --durations 20; main=$$?; \
-wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((main | verl))
+wait $$verl; verl=$$?; cat $(VERL)/tests.log; exit $$((first | main | verl))
 endef
 
 ifeq ($(ROOM),)
-test: lint quick  ## lint, types and the quick tests, each invariant at least once; `ROOM=model/gateway` runs one folder
+# mypy keeps one core busy, and many of the tests wait.
+test:  ## lint, types and the quick tests, each invariant at least once; `ROOM=model/gateway` runs one folder
+	@$(MAKE) --jobs=2 lint quick
 else
 test: setup $(if $(IN_VERL),verl)
 	$(if $(IN_VERL),$(VERL)/bin,$(RUN))/pytest tests/$(ROOM) --numprocesses 4 $(SPREAD) $(FIXED) -m "not slow and not engine" --durations 10
@@ -67,8 +73,7 @@ test-loaded: engine verl  ## the quick tests beside two busy processes per core,
 	taskset --cpu-list 0 $(MAKE) quick
 
 test-slow: engine verl clients  ## the tests that `make test` leaves out, and those of our APIs with the newest SDKs
-	$(CLIENTS)/bin/pytest $(SDK_TESTS) $(FIXED) --numprocesses 2 $(SPREAD) -m "not slow or engine" -o cache_dir=$(CLIENTS)/.pytest_cache
-	$(call both,slow and not release,2)
+	$(call both,slow and not release,2,$(CLIENTS_TESTS))
 
 test-all: lint engine verl clients trl  ## every test, those on vLLM and TRL too, with property tests on new examples
 	$(RUN)/rollout engine install --engine vllm
