@@ -62,7 +62,7 @@ async def train(
     from rollout_backend.run.collect.store import ResultStore
     from rollout_backend.training.checks import check_service
     from rollout_backend.training.loop import TrainingLoop
-    from rollout_backend.training.sampling_server import SamplingServer, ServiceRollouts
+    from rollout_backend.training.sampling_server import SamplingServer
     from rollout_backend.training.service import service_of
     from rollout_backend.views.page.report import try_to_write_report
 
@@ -120,7 +120,8 @@ async def train(
                 output.started(manager.config)
                 loop = TrainingLoop(
                     settings,
-                    ServiceRollouts(manager, server),
+                    manager,
+                    server.serve,
                     service,
                     store,
                     wanted,

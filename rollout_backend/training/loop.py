@@ -73,11 +73,7 @@ class TrainingRecord(ContractObject):
 
 
 class Rollouts(Protocol):
-    """Samples from the service's weights: `ServiceRollouts`, or an object of yours."""
-
-    async def serve_sampler(self, path: str, version: int) -> None:
-        """Sample further model calls from these weights, and name them by this version."""
-        ...
+    """Collects rollouts: a `RolloutManager`."""
 
     async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
         """See `RolloutManager.collect`."""
@@ -91,6 +87,7 @@ class TrainingLoop:
         self,
         config: RolloutConfig,
         rollouts: Rollouts,
+        serve: Callable[[str, int], Awaitable[None]],
         service: TrainingService,
         store: ObjectStore,
         tasks: Sequence[Task],
@@ -99,7 +96,8 @@ class TrainingLoop:
         on_trained: Callable[[int, StepResult, TrainingData, dict[str, float]], None] = lambda *step: None,
         on_evaluated: Callable[[int, StepResult], None] = lambda *step: None,
     ) -> None:
-        """`on_trained` is called with the number, the result, the data and the service's metrics of each trained
+        """`serve` lets further model calls sample from the weights at this path, and names them by this version.
+        `on_trained` is called with the number, the result, the data and the service's metrics of each trained
         step, and `on_evaluated` with the number and the result of each evaluation.
 
         Raises ConfigError if the settings do not fit the tasks.
@@ -107,6 +105,7 @@ class TrainingLoop:
         self._settings = self.check(config, tasks, held_out)
         self._config = config
         self._rollouts = rollouts
+        self._serve_weights = serve
         self._service = service
         self._store = store
         self._tasks = tasks
@@ -266,14 +265,9 @@ class TrainingLoop:
         return saved
 
     async def _serve(self, sampler: str, version: int) -> None:
-        if sampler == self._served:
-            return
-
-        async def serve() -> None:
-            await self._rollouts.serve_sampler(sampler, version)
-
-        await self._repeat("serving the weights", serve)
-        self._served = sampler
+        if sampler != self._served:
+            await self._repeat("serving the weights", lambda: self._serve_weights(sampler, version))
+            self._served = sampler
 
     async def _repeat(self, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
         until = asyncio.get_running_loop().time() + self._settings.retry_s

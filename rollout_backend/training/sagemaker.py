@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 from collections import defaultdict
@@ -247,7 +248,8 @@ class SageMakerService:
     async def _open(self, until: float, *, new: bool = False) -> None:
         """Use the run's newest session if it is live, or create another one. `new` is whether it must have new
         weights."""
-        sessions = await self._call("listing training sessions", _listing(self._control, self._name), until)
+        listing = functools.partial(list_sessions, self._control, self._name)
+        sessions = await self._call("listing training sessions", listing, until)
         numbers = [int(tail) for name, _ in sessions if (tail := name.removeprefix(f"{self._name}-")).isdecimal()]
         number = max(numbers, default=0)
         name, found = f"{self._name}-{number}", dict[str, Any]()
@@ -438,10 +440,6 @@ class SageMakerService:
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._settings.call_s
-
-
-def _listing(control: Any, name: str) -> Callable[[], Awaitable[list[tuple[str, str]]]]:
-    return lambda: list_sessions(control, name)
 
 
 def _is_refusal(error: ClientError) -> bool:

@@ -36,11 +36,8 @@ from rollout_backend.base.local_keys import HOST
 from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, StartupError, TrainingServiceError
-from rollout_backend.manager import RolloutManager
 from rollout_backend.model.serving.engine import EngineFactory
-from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.training.checks import check_service
 from rollout_backend.training.service import Forgotten, Sampler, TrainingService
 from rollout_backend.training.tinker import TinkerService
@@ -351,17 +348,3 @@ class ServiceEngine:
 
     async def log_tail(self) -> str:
         return ""
-
-
-class ServiceRollouts:
-    """Collects rollouts with a manager whose engine is a `SamplingServer`: see `training.loop.Rollouts`."""
-
-    def __init__(self, manager: RolloutManager, server: SamplingServer) -> None:
-        self._manager = manager
-        self._server = server
-
-    async def serve_sampler(self, path: str, version: int) -> None:
-        await self._server.serve(path, version)
-
-    async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
-        return await self._manager.collect(tasks, step=step, weights=weights)

@@ -67,7 +67,7 @@ class Sampled:
         self._served = ""
         self.collected: list[tuple[str, tuple[str, ...], str]] = []
 
-    async def serve_sampler(self, path: str, version: int) -> None:
+    async def serve(self, path: str, version: int) -> None:
         assert path in self._world.saved
         self._served = path
 

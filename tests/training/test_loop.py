@@ -76,8 +76,9 @@ class Service(TinkerService):
 
 
 async def train(world: World, config: RolloutConfig, rollouts: Sampled | None = None, **more: Any) -> TrainingRecord:
+    rollouts = rollouts or Sampled(world)
     async with Service(world, config) as service:
-        loop = TrainingLoop(config, rollouts or Sampled(world), service, Store(world), TASKS, **more)
+        loop = TrainingLoop(config, rollouts, rollouts.serve, service, Store(world), TASKS, **more)
         return await loop.run()
 
 
@@ -255,8 +256,9 @@ async def test_faults_of_the_service_repeat_a_step_from_its_checkpoint(
             return await super().save(name, keep=keep)
 
     world = World(emulator.saved)
+    rollouts = Sampled(world)
     async with Failing(world, config) as service:
-        record = await TrainingLoop(config, Sampled(world), service, Store(world), TASKS).run()
+        record = await TrainingLoop(config, rollouts, rollouts.serve, service, Store(world), TASKS).run()
     assert trainer.history(record.state) == trainer.history(expected.state)
 
 
@@ -315,7 +317,7 @@ def test_sampling_that_a_service_has_no_logprobs_for_is_refused(section: dict[st
 
 def test_each_epoch_has_each_task_once_and_no_step_has_a_task_twice() -> None:
     tasks = [Task(task_id=f"task-{number}", payload={}) for number in range(5)]
-    rest: Any = (None, None, MemoryStore(""), tasks)
+    rest: Any = (None, None, None, MemoryStore(""), tasks)
     drawn = TrainingLoop(settings("http://service", tasks_per_step=2), *rest)._tasks_of
     steps = [[task.task_id for task in drawn(number)] for number in range(1, 6)]
     assert all(len({*step}) == len(step) for step in steps)

@@ -80,7 +80,8 @@ class Service(SageMakerService):
 
 async def train(world: World, config: RolloutConfig, **more: Any) -> TrainingRecord:
     async with Service(world, config) as service:
-        return await TrainingLoop(config, Rollouts(world, service), service, Store(world), TASKS, **more).run()
+        rollouts = Rollouts(world, service)
+        return await TrainingLoop(config, rollouts, rollouts.serve, service, Store(world), TASKS, **more).run()
 
 
 class Rollouts(Sampled):
@@ -88,9 +89,9 @@ class Rollouts(Sampled):
         super().__init__(world)
         self._service = service
 
-    async def serve_sampler(self, path: str, version: int) -> None:
+    async def serve(self, path: str, version: int) -> None:
         await self._service.sampler(path)
-        await super().serve_sampler(path, version)
+        await super().serve(path, version)
 
 
 def datum(tokens: Sequence[int] = (100, 1, 2), advantage: float = 0.5) -> Datum:
