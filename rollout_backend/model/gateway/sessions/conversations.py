@@ -170,8 +170,8 @@ class RecordedTurn:
     tools_digest: _Digest
     # Digests of the conversation before the reply, and including it.
     asked: _Digest
-    end: _Digest
-    seen: Sequence[_Digest]
+    end: _Digest = b""
+    seen: Sequence[_Digest] = ()
     """Prefixes of the request that are new in the session."""
     # Placement of the images within `given`, and the images that are new in the session.
     spans: Sequence[ImageSpan] = ()
@@ -349,37 +349,25 @@ class Conversations:
         continued = self._continue(prompt)
         end = _digest(prompt.chain[-1], compared(reply, prompt.defaults, with_ids=self._bundle.renders_call_ids))
         messages = [*prompt.messages, reply]
-        spans = [placed.span for placed in prompt.images]
         place = self.recorder.add(
             prompt.ids,
             completion,
             messages=messages,
             split_reason=prompt.split_reason,
-            images=spans,
+            images=[placed.span for placed in prompt.images],
             continues=prompt.continues,
         )
         if completion.experts is not None:
             completion = replace(completion, experts=self.recorder.experts(place))
-        said = self._said.get(place.segment, [])
-        kept = common_prefix(said, messages)
-        recorded = RecordedTurn(
-            extends=None if place.opened else place.segment,
-            given=prompt.ids[place.before :],
-            completion=completion,
-            kept=kept,
-            messages=messages[kept:],
-            split_reason=prompt.split_reason,
-            tools_digest=prompt.tools_digest,
-            asked=prompt.chain[-1],
+        turn = replace(
+            self._turn(prompt, completion, messages, None if place.opened else place.segment, place.before),
             end=end,
             seen=[digest for digest in prompt.chain if digest not in self._seen],
-            spans=[span for span in spans if span.start >= place.before],
-            images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
             continued=continued,
             left_out=left_out,
         )
-        self._index(place, messages, recorded)
-        return recorded
+        self._index(place, messages, turn)
+        return turn
 
     def keep(self, prompt: Prompt, completion: Completion, *, left_out: bool = False) -> RecordedTurn:
         """Keep what was sampled until the client closed the stream: a later call may continue it."""
@@ -387,27 +375,32 @@ class Conversations:
         spans = [placed.span for placed in prompt.images]
         extends = self.recorder.extended_by(prompt.ids, spans)
         before = 0 if extends is None else len(self.recorder.ids(extends))
-        said = () if extends is None else self._said[extends]
-        kept = common_prefix(said, prompt.messages)
-        turn = RecordedTurn(
-            extends=extends,
-            given=prompt.ids[before:],
-            completion=completion,
-            kept=kept,
-            messages=prompt.messages[kept:],
-            split_reason=prompt.split_reason,
-            tools_digest=prompt.tools_digest,
-            asked=prompt.chain[-1],
-            end=b"",
-            seen=(),
-            spans=[span for span in spans if span.start >= before],
-            images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
+        turn = replace(
+            self._turn(prompt, completion, prompt.messages, extends, before),
             continued=continued,
             is_closed=True,
             left_out=left_out,
         )
         self._add_closed(turn, prompt.ids, prompt.messages, spans)
         return turn
+
+    def _turn(
+        self, prompt: Prompt, completion: Completion, messages: Sequence[Message], extends: int | None, before: int
+    ) -> RecordedTurn:
+        """Return what a call adds to the segment that it extends, whose `before` tokens begin its prompt."""
+        kept = 0 if extends is None else common_prefix(self._said[extends], messages)
+        return RecordedTurn(
+            extends=extends,
+            given=prompt.ids[before:],
+            completion=completion,
+            kept=kept,
+            messages=messages[kept:],
+            split_reason=prompt.split_reason,
+            tools_digest=prompt.tools_digest,
+            asked=prompt.chain[-1],
+            spans=[placed.span for placed in prompt.images if placed.start >= before],
+            images=self.unseen({placed.image.sha256: placed.image for placed in prompt.images}),
+        )
 
     def add(self, turn: RecordedTurn) -> None:
         """Add a turn that another session recorded or kept after the same turns."""
