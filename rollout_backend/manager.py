@@ -196,7 +196,9 @@ class RolloutManager:
         await self._stack.aclose()
         # After a takeover, `run.json` belongs to another manager.
         if self._run is None or self._run.lease.lost is None:
-            await self.archive.wait(self.archive.submit(self.archive.write_end, _end_state(error), str(error or "")))
+            interrupted = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+            state: RunState = "ended" if error is None else "interrupted" if interrupted else "failed"
+            await self.archive.wait(self.archive.submit(self.archive.write_end, state, str(error or "")))
 
     async def _engine_version(self) -> str | None:
         serving = self.config.serving
@@ -597,12 +599,6 @@ class RolloutManager:
         return BlockingRolloutManager(config)
 
 
-def _end_state(error: BaseException | None) -> RunState:
-    if error is None:
-        return "ended"
-    return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-
-
 def _blocking(
     method: Callable[Concatenate[RolloutManager, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[BlockingRolloutManager, _P], _T]:
@@ -632,7 +628,8 @@ class BlockingRolloutManager:
 
         `on_serving` is called in the manager's thread with each event of an engine, the router or a gateway.
         """
-        self._manager = RolloutManager(config, on_serving=on_serving, started_by=started_by)
+        self.manager = RolloutManager(config, on_serving=on_serving, started_by=started_by)
+        """The manager itself, whose coroutines `submit` runs."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> Self:
@@ -642,7 +639,7 @@ class BlockingRolloutManager:
         starting: list[asyncio.Task[RolloutManager]] = []
 
         async def start() -> None:
-            starting.append(asyncio.create_task(self._manager.__aenter__()))
+            starting.append(asyncio.create_task(self.manager.__aenter__()))
             await starting[0]
 
         try:
@@ -664,13 +661,8 @@ class BlockingRolloutManager:
         Raises:
             TimeoutError: not everything ended within `timeout_s`; the rest ends with this process.
         """
-        self.submit(self._manager.__aexit__(None, error, None)).result(timeout_s)
+        self.submit(self.manager.__aexit__(None, error, None)).result(timeout_s)
         self._end_loop()
-
-    @property
-    def manager(self) -> RolloutManager:
-        """The manager itself, whose coroutines `submit` runs."""
-        return self._manager
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine of the manager concurrently with its other work.
@@ -691,7 +683,7 @@ class BlockingRolloutManager:
     @property
     def weight_version(self) -> int:
         """The version of the weights that the engines serve."""
-        return self._manager.weight_version
+        return self.manager.weight_version
 
     def wait_for(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a manager's coroutine. An interrupt cancels the coroutine before it propagates."""

@@ -42,10 +42,12 @@ class FairQueue:
         try:
             await entry[0]
         except asyncio.CancelledError:
-            if entry[0].cancelled():
-                self._withdraw(owner, entry)
-            else:
+            if not entry[0].cancelled():
                 self._release(owner, places)
+            elif entry in (callers := self._waiting.get(owner, deque())):
+                callers.remove(entry)
+                self._turns.setdefault(owner)
+                self.serve()
             raise
         try:
             yield
@@ -70,13 +72,6 @@ class FairQueue:
                     self._turns[owner] = None
             if not callers:
                 del self._waiting[owner]
-
-    def _withdraw(self, owner: Hashable, entry: tuple[asyncio.Future[None], int]) -> None:
-        callers = self._waiting.get(owner, deque())
-        if entry in callers:
-            callers.remove(entry)
-            self._turns.setdefault(owner)
-            self.serve()
 
     def _release(self, owner: Hashable, places: int) -> None:
         self.held -= places

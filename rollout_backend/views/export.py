@@ -84,7 +84,12 @@ def export_run(
         for step in read_steps(run_dir):
             tables["steps"].add(_batch("steps", [step_row(run_id, step, prices)]))
             planned += step.summary.planned
-        for piece in map_in_order(_read_rows, _pieces(archive, run_id), planned):
+        pieces = (
+            _Piece(run_dir, run_id, step, lines)
+            for step in archive.steps()
+            for lines in chunks(archive.record_lines(step))
+        )
+        for piece in map_in_order(_read_rows, pieces, planned):
             for name, batch in piece.items():
                 tables[name].add(batch)
             follow(tables["rollouts"].rows, planned)
@@ -106,12 +111,6 @@ class _Piece:
     run_id: str
     step: int
     lines: Sequence[bytes]
-
-
-def _pieces(archive: RunArchive, run_id: str) -> Iterator[_Piece]:
-    for step in archive.steps():
-        for lines in chunks(archive.record_lines(step)):
-            yield _Piece(archive.run_dir, run_id, step, lines)
 
 
 def _read_rows(piece: _Piece) -> dict[str, pa.RecordBatch]:

@@ -30,7 +30,10 @@ class SageMakerJobRuntime(ReportedResults):
 
     def payload(self, task: Mapping[str, Any], request: RolloutRequest) -> dict[str, Any]:
         endpoint, sampling = request.endpoint, request.sampling
-        job_arn, region = _job_arn(request), request.result.region or _REGION
+        region = request.result.region or _REGION
+        # The pattern of the service allows letters and digits, with hyphens between them.
+        run = re.sub("[^A-Za-z0-9]+", "-", request.run_id).strip("-")[:63].rstrip("-") or "run"
+        job_arn = f"arn:aws:sagemaker:{region}:000000000000:job/AgentRFT/{run}"
         trajectory_id = shorten(endpoint.api_key)
         named = (
             ("temperature", "temperature", sampling.temperature),
@@ -74,9 +77,3 @@ class SageMakerJobRuntime(ReportedResults):
         if len(rewards) > 1:
             value["turn_rewards"] = [*rewards[:-1], 0.0]
         return classify(Returned(value), "")
-
-
-def _job_arn(request: RolloutRequest) -> str:
-    # The pattern of the service allows letters and digits, with hyphens between them.
-    name = re.sub("[^A-Za-z0-9]+", "-", request.run_id).strip("-")[:63].rstrip("-")
-    return f"arn:aws:sagemaker:{request.result.region or _REGION}:000000000000:job/AgentRFT/{name or 'run'}"

@@ -277,6 +277,8 @@ def make_report(
 ) -> StepReport:
     entries = list(ledger.entries.values())
     outcomes = _outcomes_by_task(entries)
+    ended = [entry for entry in entries if entry.outcome is not None]
+    unusual = [entry for entry in ended if entry.outcome is not Outcome.COMPLETED or entry.reason]
     segments = [segment for rollout in rollouts for segment in rollout.segments]
     later = [segment for rollout in rollouts for segment in rollout.segments[1:]]
     sampled = sum(segment.sampled_tokens for segment in segments)
@@ -288,7 +290,7 @@ def make_report(
         planned=len(entries),
         replacements=sum(entry.is_replacement for entry in entries),
         outcomes=ledger.counts(),
-        reasons=_reasons(entries),
+        reasons=dict(Counter(f"{entry.outcome}: {entry.reason}" for entry in unusual)),
         trainable=sum(entry.trainable for entry in entries),
         groups=tuple(_group_report(group, outcomes.get(group.task.task_id, Counter())) for group in groups),
         duplicates=ledger.duplicates,
@@ -333,12 +335,6 @@ def _outcomes_by_task(entries: Iterable[LedgerEntry]) -> dict[str, Counter[Outco
         if entry.outcome is not None:
             counts.setdefault(entry.task_id, Counter())[entry.outcome] += 1
     return counts
-
-
-def _reasons(entries: Iterable[LedgerEntry]) -> dict[str, int]:
-    ended = [entry for entry in entries if entry.outcome is not None]
-    unusual = [entry for entry in ended if entry.outcome is not Outcome.COMPLETED or entry.reason]
-    return dict(Counter(f"{entry.outcome}: {entry.reason}" for entry in unusual))
 
 
 def _group_report(group: GroupResult, outcomes: Counter[Outcome]) -> GroupReport:

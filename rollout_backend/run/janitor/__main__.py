@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -106,8 +107,10 @@ def watch(manager: int, state: RunState) -> None:
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    death = _pidfd(manager)
-    if death is not None:
+    death = None
+    # pidfd may not be supported, or the process may have ended, which the pipe shows.
+    with contextlib.suppress(AttributeError, OSError):
+        death = os.pidfd_open(manager)
         poll.register(death, select.POLLIN)
     while not state.done:
         ready = {fd for fd, _ in poll.poll()}
@@ -126,14 +129,6 @@ def _drain(state: RunState) -> bool:
         if not data:
             return True
         state.read(data)
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        # pidfd is not supported, or the process has ended, which the pipe shows.
-        return None
 
 
 def clean_up(state: RunState) -> None:

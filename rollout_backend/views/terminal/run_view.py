@@ -2,7 +2,7 @@
 `RunSummary` is what `rollout run` prints at its end, in at most twelve lines."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,7 @@ from rollout_backend.run.accounts.cost import Cost, Prices
 from rollout_backend.run.accounts.findings import Finding, Level, Verdict, findings_of, show_command
 from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.run.accounts.summary import (
-    FailureCount,
     Learning,
-    Seconds,
     StepSummary,
     TaskRewards,
     rewards_by_task,
@@ -155,7 +153,9 @@ class RunView:
             kinds = {each: summary.tasks_of(each) for each in Learning}
             tasks = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
             facts["reward"] = f"{summary.reward.value:.3f}{margin}; tasks: {tasks}"
-        facts["time"] = f"{seconds(summary.seconds)}; rollouts spent {_spent(summary.spent)}"
+        largest = sorted(summary.spent.parts, key=lambda part: -part[3])[:3]
+        spent = ", ".join(f"{share:.0%} in {name}" for _, name, _, share in largest if share >= 0.005) or "none"
+        facts["time"] = f"{seconds(summary.seconds)}; rollouts spent {spent}"
         tokens = f"{summary.sampled_tokens:,} sampled, {summary.prompt_tokens:,} prompt"
         facts["tokens"] = f"{tokens}, cache {percent(summary.cache_hit)}"
         if (cost := step.cost(self.prices)) is not None:
@@ -168,7 +168,11 @@ class RunView:
             style = "red" if finding.level is Level.BAD else ""
             print_wrapped(console, Text(f"  {MARKS[finding.level]} ", style), text, style)
         if summary.failures:
-            console.print(_failures(summary.failures))
+            table = plain_table("outcome", "reason", "rollouts", "first", "message")
+            for each in summary.failures:
+                cells = (each.outcome, each.reason, str(each.number), each.first, one_line(each.message)[:120])
+                table.add_row(*map(Text, cells))
+            console.print(table)
             print_words(console, *dict.fromkeys(each.reason for each in summary.failures if each.reason in WORDS))
         console.print(_lowest(rewards_by_task(step.read_records())))
 
@@ -190,19 +194,6 @@ class RunView:
         width = max(map(len, lines))
         for command, what in lines.items():
             print_text(console, Text.assemble(f"  {command:{width}}  ", (what, "dim")))
-
-
-def _spent(spent: Seconds) -> str:
-    largest = sorted(spent.parts, key=lambda part: -part[3])[:3]
-    return ", ".join(f"{share:.0%} in {name}" for _, name, _, share in largest if share >= 0.005) or "none"
-
-
-def _failures(failures: Sequence[FailureCount]) -> Table:
-    table = plain_table("outcome", "reason", "rollouts", "first", "message")
-    for each in failures:
-        cells = (each.outcome, each.reason, str(each.number), each.first, one_line(each.message)[:120])
-        table.add_row(*map(Text, cells))
-    return table
 
 
 def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:

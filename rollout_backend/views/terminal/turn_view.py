@@ -118,7 +118,9 @@ class TurnView:
         if self.reply is None:
             console.print("the result holds no messages of this turn", style="dim")
         else:
-            earlier = _earlier(self.prompt)
+            replies = [i for i, message in enumerate(self.prompt) if message.get("role") == "assistant"]
+            # The messages after the previous reply are new.
+            earlier = replies[-1] + 1 if replies else 0
             if earlier:
                 command = f"{show_command(rollout.rollout_id)}{self.show}"
                 print_text(console, f"after {count(earlier, 'earlier message')}, which {command} prints", "dim")
@@ -154,12 +156,6 @@ class TurnView:
         lowest = sorted(known, key=known.__getitem__)[:_UNLIKELY]
         named = [f"{_spell(pieces, i)} {100 * math.exp(min(known[i], 0.0)):.2g} %" for i in lowest]
         yield "unlikely", ", ".join(named)
-
-
-def _earlier(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of messages before those that are new since the previous reply."""
-    replies = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    return replies[-1] + 1 if replies else 0
 
 
 def _spell(pieces: Sequence[str] | None, token: int) -> str:

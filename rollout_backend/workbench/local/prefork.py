@@ -118,9 +118,10 @@ def serve() -> tuple[Path, dict[str, str]]:
         readable, _, _ = select.select(waits_on, [], [])
         if awake in readable:
             os.read(awake, 4096)
-            for pid, code in _ended():
-                sessions.discard(pid)
-                _write_message({"pid": pid, "code": code})
+            with contextlib.suppress(ChildProcessError):
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    sessions.discard(ended[0])
+                    _write_message({"pid": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
         if lines.fd in readable:
             for line in lines.read():
                 order = json.loads(line)
@@ -218,14 +219,6 @@ def _import(names: list[str]) -> None:
         # A session repeats the import and fails with a traceback.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-
-
-def _ended() -> list[tuple[int, int]]:
-    found = []
-    with contextlib.suppress(ChildProcessError):
-        while (status := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append((status[0], os.waitstatus_to_exitcode(status[1])))
-    return found
 
 
 def _write_message(message: dict[str, object]) -> None:

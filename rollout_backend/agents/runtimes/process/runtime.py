@@ -197,16 +197,15 @@ class ProcessRuntime(CommandRuntime):
     async def _watch_earlier(self, on_end: Callable[[SessionEnd], None]) -> None:
         """Report the ends of sessions that an earlier trainer started."""
         while self._earlier:
-            lasting = await in_thread(self._lasting, "sessions")
+            lasting = await in_thread(
+                lambda: {each for each in self._earlier if is_open(pipe_of(self._folder, each))}, "sessions"
+            )
             for session_id in self._earlier - lasting:
                 log = log_of(self._folder, session_id)
                 message = f"session {session_id}, of an earlier trainer, ended without a result. Log: {log}"
                 on_end(SessionEnd(session_id, "container_lost", message))
             self._earlier = lasting
             await asyncio.sleep(_POLL_S)
-
-    def _lasting(self) -> set[str]:
-        return {each for each in self._earlier if is_open(pipe_of(self._folder, each))}
 
     async def aclose(self) -> None:
         """Leave sessions running; each step has stopped its own."""
