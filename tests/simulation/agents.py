@@ -24,7 +24,9 @@ from agent_wrapper.contract import (
     VersionSpan,
     pack_artifacts,
 )
+from agent_wrapper.model_endpoint import PROBE_S
 from agent_wrapper.outcome import without_artifacts
+from rollout_backend.core.ledger import MODEL_UNREACHABLE
 from tests.simulation.agent_sources import AgentSources, Toolkit
 from tests.simulation.environment import Environment
 from tests.simulation.gateway import Gateway
@@ -64,7 +66,7 @@ class Agents:
         """Run the container of a session. Its process stays until it is stopped or idle for long."""
         if self._env.chance("dies"):
             await self._env.passes(20)
-            self._die(request)
+            self.die(request)
             return
         hangs = self._env.chance("hangs")
         try:
@@ -74,13 +76,16 @@ class Agents:
             if self._sources.protocol != "rollout":
                 await self._leave(request, rollout)
         except asyncio.CancelledError:  # the container is stopped
+            if request.session_id in self._audit.died:
+                return
             if self._sources.protocol != "rollout":
                 return
             rollout = self.make_result(request, Outcome.INFRA_ERROR, "terminated")
             await asyncio.sleep(0.2)
         await self._publish(request, rollout)
 
-    def _die(self, request: RolloutRequest) -> None:
+    def die(self, request: RolloutRequest) -> None:
+        """End a session silently. Its agent's task must end, too."""
         self._env.note(f"session dies: {request.rollout_id} attempt {request.attempt}")
         session = self._sessions.pop(request.session_id, None)
         if session is not None and session.heard_by is not None:
@@ -92,6 +97,8 @@ class Agents:
         left_s = request.deadline - env.wall()
         try:
             async with asyncio.timeout(max(left_s, 0.0)):
+                if env.faults.gateway_away and not await self._gateway.answers(PROBE_S):
+                    return self.make_result(request, Outcome.INFRA_ERROR, MODEL_UNREACHABLE)
                 for call in calls_of(request):
                     await env.passes(8)
                     if env.is_silent("model"):

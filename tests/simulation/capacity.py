@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from rollout_backend.errors import (
@@ -42,12 +43,14 @@ REFUSALS = {
 
 @dataclass
 class Outage:
-    """A time from `since` until `until` in which the runtime refuses every call. Counts the invokes."""
+    """A time from `since` until `until` in which the runtime refuses every call. Counts the invokes, and the stops
+    that will get no answer afterwards, by session."""
 
     refusal: Refusal
     since: float
     until: float
     invokes: int = 0
+    silent_stops: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def draw(cls, random: Random) -> Outage:

@@ -6,8 +6,9 @@ import json
 from collections import Counter
 
 from agent_wrapper.contract import Announcement, ContractError, Outcome, Rollout, parse_result_key, result_key
+from rollout_backend.base.disk import DISK_S
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.ledger import STORE_UNAVAILABLE
+from rollout_backend.core.ledger import MODEL_UNREACHABLE, STORE_UNAVAILABLE, LedgerEntry
 from rollout_backend.core.manifest import payload_digest
 from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.run.collect.buffer import IDLE_INTERVALS
@@ -25,6 +26,7 @@ _CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, in
 _LAST_WRITES_S = 120.0  # limit of a step's last manifest, and of its records of lost tasks, where S3 is silent
 _ASKED_S = 5.0  # in which S3 is asked after the source of an agent's protocol has answered
 _REVOKING_S = 180.0  # limit of the last two revocations, where a gateway is silent
+_RECORDS_S = 2 * DISK_S  # limit of the last writes to a disk that does not answer
 
 
 class Violation(AssertionError):
@@ -56,7 +58,9 @@ class Checks:
         faults, limit = self._world.faults, self._config.timeouts.collection_s + _CLOSING_S
         if faults.silent_s3 or self._bucket.silent_outages:
             limit += _LAST_WRITES_S
-        return limit + (_REVOKING_S if faults.silent_gateway else 0.0)
+        if faults.disk_fails:
+            limit += _RECORDS_S
+        return limit + (_REVOKING_S if faults.silent_gateway or faults.gateway_away else 0.0)
 
     def key(self, step: int, rollout_id: str) -> str:
         return result_key("", self._config.run_id, step, rollout_id)
@@ -138,6 +142,12 @@ class Checks:
             left = step.deadline - self._config.timeouts.publish_grace_s - self._world.now()
             _hold(left <= 0, f"{rollout_id} is lost as {reason} with {left:.0f} s left")
 
+    def lost_by_agent(self, trainer: Trainer, entry: LedgerEntry) -> None:
+        """Check a rollout that ends because its agent did not reach a gateway."""
+        if entry.reason == MODEL_UNREACHABLE and trainer.number in self._world.gateway.heard_by:
+            left = self._config.runtime.max_attempts - entry.attempts
+            _hold(left <= 0, f"{entry.rollout_id} is lost as {entry.reason} with {left} attempts left")
+
     def _asked(self, step: Step, rollout_id: str) -> None:
         """Check that the source of an agent's protocol was asked before its rollout ends without a result."""
         ago = self._world.sources.unasked_for_s(step.ledger.entries[rollout_id].session_id or "")
@@ -147,7 +157,7 @@ class Checks:
         """Check that no dead container is awaited until its deadline if its silence was detectable."""
         died_at = self._audit.died.get(session_id or "")
         faults = self._world.faults
-        if died_at is None or faults.cut_off or faults.silent_gateway:
+        if died_at is None or faults.cut_off or faults.silent_gateway or faults.gateway_away:
             return  # no other session may be heard
         if faults.s3 or faults.silent_s3 or self._bucket.outages:
             return  # S3 may be unavailable

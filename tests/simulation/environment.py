@@ -27,8 +27,13 @@ class Environment:
         self.faults = replace(self.faults, **self.situation.faults)
         self.history: list[str] = []
         self.evidence = Evidence()
-        self._silences = Random(f"{seed} silence")  # so that it changes no other draw of a seed
+        self._seed = seed
+        self._silences = self.own_random("silence")
         self._numbers: defaultdict[str, int] = defaultdict(int)
+
+    def own_random(self, name: str) -> Random:
+        """Return random numbers that change no other draw of the seed."""
+        return Random(f"{self._seed} {name}")
 
     def now(self) -> float:
         """Return the virtual time, in seconds since the start."""

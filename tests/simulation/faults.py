@@ -10,12 +10,15 @@ from typing import Any
 _PER_RUN = frozenset({
     "outage", "hidden_quota", "s3_outage", "chatter", "cut_off", "kill", "journal_lost", "disk_full", "rival",
     "s3_cut_off", "queue_off", "queue_gone", "silent_outage", "unsaved", "checkpoint_lost", "killed_after_step",
+    "silent_after_outage", "gateway_away",
 })  # fmt: skip
 
 SILENT = {  # up to how often
     "silent_s3": 0.1, "silent_outage": 1.0, "silent_sqs": 0.2, "silent_runtime": 0.1, "silent_gateway": 0.3,
     "silent_model": 0.1, "silent_scorer": 0.3, "silent_agent_put": 0.3,
 }  # fmt: skip
+
+_SITUATED = ("opened_by_503", "silent_after_outage", "disk_fails", "gateway_away", "dies_at_invoke")
 
 # How a trainer comes to train a step that an earlier one has trained.
 _LIVES = {"unsaved": 0.5, "checkpoint_lost": 0.3, "killed_after_step": 0.8}
@@ -78,6 +81,12 @@ class Faults:
     silent_scorer: float = 0.0
     silent_agent_put: float = 0.0  # for an agent's PUT of its result
 
+    # Only in the situations below.
+    silent_after_outage: float = 0.0  # two stops of each session that was refused one in an outage; yes or no
+    disk_fails: float = 0.0  # for up to an hour, the disk of the in-flight log is full or does not answer
+    gateway_away: float = 0.0  # the gateway restarts again and again, and each time takes 40 s; yes or no
+    dies_at_invoke: float = 0.0  # a session that was heard dies when it accepts a repeated invoke
+
     @classmethod
     def draw(cls, random: Random, severity: float = 1.0) -> Faults:
         """Draw some kinds of faults, each up to its worst. `severity` scales the probabilities of single events."""
@@ -92,7 +101,7 @@ class Faults:
             "queue_off": 1.0, "queue_gone": 1.0, "stop_unheard": 0.5, "forged": 0.3,
             "surprise": 0.1, "chatter": 1.0, "slow_gets": 1.0, "beat_lost": 0.1, "cut_off": 1.0,
         }  # fmt: skip
-        others = {"scorer_fails", "artifact_fails", "bomb", "opened_by_503", *_LIVES, *SILENT}
+        others = {"scorer_fails", "artifact_fails", "bomb", *_SITUATED, *_LIVES, *SILENT}
         assert worst.keys() | others == {each.name for each in fields(cls)}
         often = dict.fromkeys(worst, 0.45) | {"kill": 0.8, "s3_cut_off": 0.8}
         chosen = {name: random.random() * most for name, most in worst.items() if random.random() < often[name]}
@@ -133,8 +142,20 @@ _STRAGGLERS = Situation(
     {"s3": 0.8, "silent_s3": 0.0, "announce_lost": 0.2, "slow_gets": 0.0, "kill": 0.0},
     {"straggler_after": 0.5, "straggler_factor": 1.0, "size": 4, "target_groups": None},
 )
-# Refused invokes open sessions nevertheless.
-_OPENED = Situation({"outage": 1.0, "opened_by_503": 1.0})
+# Refused invokes open sessions nevertheless, and their containers die; stops get no answer after an outage.
+_HEARD = {"cut_off": 0.0, "silent_gateway": 0.0, "s3": 0.0, "silent_s3": 0.0, "s3_outage": 0.0, "silent_outage": 0.0}
+_OPENED = Situation({
+    "outage": 1.0, "opened_by_503": 1.0, "silent_after_outage": 1.0, "dies_at_invoke": 0.5, **_HEARD,
+    "hidden_quota": 0.0, "stop_refused": 0.0, "silent_runtime": 0.0, "hangs": 0.4,
+})  # fmt: skip
+# The disk of the in-flight log fails, and then the trainer.
+_UNLOGGED = Situation({"disk_fails": 0.4, "kill": 0.9, "outage": 0.0})
+# The gateway restarts while agents start.
+_AWAY = Situation(
+    {"gateway_away": 1.0, "kill": 0.0, "outage": 0.0, "silent_runtime": 0.0, "model_fails": 0.0},
+    runtime={"max_sessions": 2, "max_attempts": 3},
+    least_steps=3,
+)
 # Several trainers train the same steps.
 _RETRAINED = Situation(
     {**_LIVES, "kill": 0.0, "rival": 0.0, "outage": 0.0, "s3": 0.0, "s3_outage": 0.0, "poison": 0.0}, least_steps=3
@@ -147,5 +168,6 @@ _WRITTEN = Situation({**_OWN_SOURCE, "s3": 0.8, "silent_s3": 0.0}, runtime={"age
 # Invokes and stops compete for one quota.
 _SHARED = Situation({"outage": 0.0}, runtime={"calls_per_s": 2.0, "stop_per_s": 10.0, "max_sessions": 64})
 _SITUATIONS = {
-    2: _REPORTED, 3: _STRAGGLERS, 4: _POLLED, 6: _RETRAINED, 7: _SHARED, 8: _STRAGGLERS, 10: _WRITTEN, 11: _OPENED,
+    2: _REPORTED, 3: _STRAGGLERS, 4: _POLLED, 5: _UNLOGGED, 6: _RETRAINED, 7: _SHARED, 8: _STRAGGLERS, 9: _AWAY,
+    10: _WRITTEN, 11: _OPENED,
 }  # fmt: skip

@@ -23,6 +23,7 @@ from tests.simulation.session import Session
 from tests.simulation.trainer import Trainer
 
 HEARTBEAT_S = 5.0
+_RESTART_EVERY_S, _RESTART_S = 90.0, 40.0
 _CALL_S = 90.0  # limit of a call to a gateway, as `GatewayFleet` sets it
 
 
@@ -52,6 +53,8 @@ class Gateway:
         self._sessions = sessions
         # No heartbeat arrives from the first time to the second.
         self._cut_off = env.draw_times(60, 100) if env.chance("cut_off") else (0.0, 0.0)
+        self.heard_by: set[int] = set()  # the numbers of the trainers that any heartbeat has reached
+        self._restarts_at = env.own_random("away").uniform(10, 60)
 
     def start(self, trainer: Trainer, weights: str) -> None:
         """Start the trainer's gateway, with the weights of its checkpoint."""
@@ -81,8 +84,26 @@ class Gateway:
             return False
         return request.session_id not in self.journal.revoked
 
+    @property
+    def is_up(self) -> bool:
+        return self.trainer is not None and self.trainer.alive and not self.is_away
+
+    @property
+    def is_away(self) -> bool:
+        since = self.env.now() - self._restarts_at
+        return bool(self.env.faults.gateway_away) and since >= 0 and since % _RESTART_EVERY_S < _RESTART_S
+
+    async def answers(self, patience_s: float) -> bool:
+        """Wait until the gateway answers at all. Return False if it does not in time."""
+        until = self.env.now() + patience_s
+        while not self.is_up:
+            if self.env.now() >= until:
+                return False
+            await asyncio.sleep(1.0)
+        return True
+
     def _serves(self, claims: SessionClaims, to_seal: bool) -> bool:
-        if self.trainer is None or not self.trainer.alive:
+        if self.trainer is None or not self.is_up:
             return False
         own = claims.trainer_incarnation == str(self.trainer.number)
         return to_seal or own or claims.session_id in self.adopted
@@ -109,6 +130,8 @@ class Gateway:
             if arrives:
                 session.heard_by = trainer.number
                 beats.add(session.id)
+        if beats:
+            self.heard_by.add(trainer.number)
         return HeartbeatReport(frozenset(beats))
 
 
@@ -177,13 +200,18 @@ class SimGateway:
     async def heard(self) -> list[HeartbeatReport | None]:
         self._trainer.require_alive()
         try:
+            if self._gateway.is_away:
+                return [None]
             await self._answer()
         except ServingError:
             return [None]
         return [self._gateway.hear(self._trainer)]
 
     async def _answer(self) -> None:
-        """Raises ServingError if no answer comes, or Killed."""
+        """Raises ServingError if no answer comes, or Killed. Calls of a gateway that restarts are repeated."""
+        while self._gateway.is_away:
+            await asyncio.sleep(1.0)
+            self._trainer.require_alive()
         if self._gateway.env.is_silent("gateway"):
             await asyncio.sleep(_CALL_S)
             self._trainer.require_alive()

@@ -81,6 +81,15 @@ class Runtime:
         if self.sessions.get(session.id) is session and session.stopping:
             del self.sessions[session.id]
 
+    def accept(self, session_id: str) -> None:
+        """The trainer receives the response to an invoke."""
+        session = self.sessions[session_id]
+        session.accepted = True
+        own = self.env.own_random(f"{session_id} accepts")
+        if session.heard_by is not None and own.random() < self.env.faults.dies_at_invoke:
+            self._agents.die(session.request)
+            session.task.cancel()
+
     def stop(self, session_id: str) -> None:
         """End a session. Its agent may not notice."""
         self.audit.stops(session_id)
@@ -153,7 +162,7 @@ class SimRuntime:
         if self._runtime.sources.protocol == "sagemaker-job-runtime":
             await self._answers(session_id)
         if session_id in self._runtime.sessions:
-            self._runtime.sessions[session_id].accepted = True
+            self._runtime.accept(session_id)
         return self._runtime.sources.accept(request)
 
     async def _answers(self, session_id: str) -> None:
@@ -219,9 +228,14 @@ class SimRuntime:
         is_silent = self._env.is_silent("runtime")
         if is_silent and self._env.is_lost():
             await _idle()
-        refusal = self._runtime.limits.refusal(self._env.now())
+        refusal, outage = self._runtime.limits.refusal(self._env.now()), self._runtime.limits.outage
         if refusal is not None and refusal.stops:
+            if outage is not None and self._env.faults.silent_after_outage:
+                outage.silent_stops[session_id] = 2
             raise refusal.make()
+        if outage is not None and outage.silent_stops[session_id]:
+            outage.silent_stops[session_id] -= 1
+            await _idle()
         self._runtime.limits.take(self._env.now())
         if self._env.chance("stop_refused"):
             raise self._env.random.choice([Throttled("slow down"), RuntimeConflict("busy"), OutcomeUnknown("cut")])

@@ -34,8 +34,9 @@ class SessionAudit:
         self.died: dict[str, float] = {}  # sessions that ended silently, and when
         self.closed_at: dict[str, float] = {}  # sessions that a trainer has logged as closed, and when
         self.stopped: set[str] = set()  # ids of sessions that were sent a stop
+        self.unlogged: set[int] = set()  # steps of whose sessions a trainer has lost records
         self.log_lost = False  # a trainer cannot know all sessions that were invoked
-        self._env = env
+        self.env = env
         self._evidence = env.evidence
         self._bucket = bucket
         self._gateway = gateway
@@ -55,15 +56,16 @@ class SessionAudit:
         self.died.pop(request.session_id, None)  # a repeated invoke has opened it again
         if request.session_id in self.stopped:
             self._evidence.used_twice.append(request.session_id)
-        self.started.append((self._env.now(), request.key))
+        self.started.append((self.env.now(), request.key))
         self.weights[request.session_id].add(self._gateway.weights)
-        self.session_started.setdefault(request.session_id, self._env.now())
+        self.session_started.setdefault(request.session_id, self.env.now())
 
     def samples(self, request: RolloutRequest) -> None:
         """Record that the session's agent got a response to a model call."""
         self.weights[request.session_id].add(self._gateway.weights)
         closed_at = self.closed_at.get(request.session_id, math.inf)
-        if self._env.now() > closed_at + _REVOKED_WITHIN_S and not self._env.faults.silent_gateway:
+        late_revoke = self.env.faults.silent_gateway or self.env.faults.gateway_away
+        if self.env.now() > closed_at + _REVOKED_WITHIN_S and not late_revoke:
             self._evidence.sampled_on.append(request.rollout_id)
 
     def closes(self, session_id: str, awaits_result: Callable[[str], bool]) -> None:
@@ -71,7 +73,7 @@ class SessionAudit:
         session = self._sessions.get(session_id)
         if session is not None and self._can_complete(session) and awaits_result(session.request.rollout_id):
             self._evidence.wasted.append(session.request.rollout_id)
-        self.closed_at.setdefault(session_id, self._env.now())
+        self.closed_at.setdefault(session_id, self.env.now())
 
     def stops(self, session_id: str) -> None:
         """Record that a stop reaches the runtime."""
@@ -86,6 +88,7 @@ class SessionAudit:
             and not session.noticed
             and not session.task.done()
             and session.id not in self.closed_at
-            and self._env.wall() < session.request.deadline
+            and session.request.step not in self.unlogged
+            and self.env.wall() < session.request.deadline
             and self._gateway.remembers(session.id)
         )

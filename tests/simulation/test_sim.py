@@ -149,6 +149,8 @@ QUICK_MUTANTS = {
     "reported_rewards_lost",
     "silent_deaths_unnoticed",
     "priorities_ignored",
+    "hung_disks_awaited",
+    "unwritten_records_pass_for_complete",
 }
 
 

@@ -283,14 +283,18 @@ class TrainerProcess:
 
         def counted(entry: LedgerEntry, before: Phase) -> None:
             count(entry, before)
-            if entry.phase is Phase.SETTLED and entry.by_result:
-                checks.arrived(step, sweeping=buffer.sweeps > 0)
-            elif entry.phase is Phase.SETTLED:
+            if entry.phase is not Phase.SETTLED:
+                return
+            try:
+                if entry.by_result:
+                    checks.arrived(step, sweeping=buffer.sweeps > 0)
+                    checks.lost_by_agent(self._trainer, entry)
+                    return
                 assert entry.outcome is not None
-                try:
-                    checks.settled_here(step, entry.rollout_id, entry.outcome, entry.reason)
-                except Violation as found:  # raised here, it would leave the rollout's task waiting for ever
-                    asyncio.get_running_loop().call_soon(step.abort, found)
+                checks.settled_here(step, entry.rollout_id, entry.outcome, entry.reason)
+            except Violation as found:  # raised here, it would leave the rollout's task waiting for ever
+                asyncio.get_running_loop().call_soon(step.abort, found)
+            if not entry.by_result:
                 self._world.note(f"settled here: {entry.rollout_id} {entry.outcome} {entry.reason}")
 
         ledger.count = counted  # type: ignore[method-assign]

@@ -46,6 +46,15 @@ def priorities_ignored() -> Patch:
 
 
 @mutant
+def stops_limited_like_invokes() -> Patch:
+    """A stop without an answer is awaited for as long as an invoke, although it could be repeated."""
+    begin = TimedCalls.__init__
+    return patch.object(
+        TimedCalls, "__init__", lambda self, runtime, invoke_s, _: begin(self, runtime, invoke_s, invoke_s)
+    )
+
+
+@mutant
 def calls_without_limit() -> Patch:
     """An invoke or a stop ends only when the runtime answers."""
     begin = TimedCalls.__init__

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from rollout_backend.base import disk
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.model.gateway.sessions import journal
 from rollout_backend.run.collect.buffer import RolloutBuffer
@@ -82,6 +83,18 @@ def in_flight_log_incomplete() -> Patch:
         return replace(await read(self, step, nonce), complete_attempts=frozenset())
 
     return patch.object(InFlightLog, "open_sessions", broken)
+
+
+@mutant
+def hung_disks_awaited() -> Patch:
+    """A step waits for its disk for as long as that does not answer."""
+    return patch.object(disk, "DISK_S", 1e9)
+
+
+@mutant
+def unwritten_records_pass_for_complete() -> Patch:
+    """The manifest does not say that the log of invoked sessions could not be written."""
+    return patch.object(InFlightLog, "is_complete", lambda *_: True)
 
 
 @mutant

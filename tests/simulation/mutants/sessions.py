@@ -127,6 +127,19 @@ def silent_deaths_unnoticed() -> Patch:
 
 
 @mutant
+def heartbeats_forgotten_at_a_repeated_invoke() -> Patch:
+    """A container that dies at a repeated invoke is awaited until its agent's deadline."""
+    return patch.object(Heartbeats, "expect", lambda *_: None)
+
+
+@mutant
+def unreached_gateways_end_rollouts() -> Patch:
+    """An agent that does not reach its gateway in time ends its rollout, although others have reached it."""
+    never = property(lambda self: False, lambda self, value: None)
+    return patch.object(Heartbeats, "any_arrived", never, create=True)
+
+
+@mutant
 def outages_count_as_silence() -> Patch:
     """Silence also counts while no session is heard: a one-minute network outage loses every agent."""
     init = Heartbeats.__init__
