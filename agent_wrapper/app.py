@@ -336,7 +336,10 @@ class RolloutApp:
     def _accept(self, request: RolloutRequest, payload: dict[str, Any]) -> _Job:
         redact_logs()
         prepare_process()
-        self._reap_orphans()
+        if os.getpid() == 1 and (self._reaper is None or self._reaper[1].done()):
+            # Reaps for as long as this event loop runs.
+            reaper = self._reaper[0] if self._reaper is not None else OrphanReaper()
+            self._reaper = (reaper, asyncio.create_task(reaper.run(), name="reap-orphans"))
         if not self._jobs:
             # This process may have been restored from a snapshot.
             reseed(request.session_id)
@@ -350,12 +353,6 @@ class RolloutApp:
         self._update_busy()
         task.add_done_callback(self._on_task_done)
         return job
-
-    def _reap_orphans(self) -> None:
-        """As PID 1, reap orphans for as long as this event loop runs."""
-        if os.getpid() == 1 and (self._reaper is None or self._reaper[1].done()):
-            reaper = self._reaper[0] if self._reaper is not None else OrphanReaper()
-            self._reaper = (reaper, asyncio.create_task(reaper.run(), name="reap-orphans"))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -355,7 +355,10 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
             elif isinstance(block, _Thinking):
                 thoughts.append(block.thinking)
             elif isinstance(block, _ToolUse):
-                function = {"name": block.name, "arguments": _arguments(block.input or {})}
+                given = block.input or {}
+                is_text = _is_wrapped(given) and base.is_object(given[_INVALID])
+                arguments = str(given[_INVALID]) if is_text else json.dumps(given, ensure_ascii=False)
+                function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif isinstance(block, (_Media, _ToolResult)):
                 raise refused(f"messages.{i}.content.{j}", f"an assistant message cannot hold a {block.type} block")
@@ -365,12 +368,6 @@ def _assistant(messages: Iterable[tuple[int, _Message]]) -> Message:
     if thoughts:
         plain["reasoning_content"] = "".join(thoughts)
     return plain
-
-
-def _arguments(tool_input: Mapping[str, Any]) -> str:
-    if _is_wrapped(tool_input) and base.is_object(tool_input[_INVALID]):
-        return str(tool_input[_INVALID])
-    return json.dumps(tool_input, ensure_ascii=False)
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -210,9 +210,11 @@ def _plain(message: _Message, where: str, images: ImageReader, separators: base.
         plain["tool_call_id"] = message.tool_call_id
     if message.role == "assistant":
         if message.tool_calls:
-            plain["tool_calls"] = [
-                _plain_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
-            ]
+            plain["tool_calls"] = []
+            for i, call in enumerate(message.tool_calls):
+                at = f"{where}.tool_calls.{i}.function.arguments"
+                function = {"name": call.function.name, "arguments": base.call_arguments(call.function.arguments, at)}
+                plain["tool_calls"].append({**call.model_dump(exclude_none=True), "function": function})
         thoughts = "".join(_text(part) for part in message.content or () if part.type in _REASONING)
         if (reasoning := message.reasoning_content or message.reasoning or thoughts or None) is not None:
             plain["reasoning_content"] = reasoning
@@ -220,12 +222,6 @@ def _plain(message: _Message, where: str, images: ImageReader, separators: base.
         # SGLang refuses such a message as well.
         raise refused(f"{where}.content", "is missing")
     return plain
-
-
-def _plain_call(call: _ToolCall, where: str) -> dict[str, Any]:
-    arguments = base.call_arguments(call.function.arguments, f"{where}.function.arguments")
-    function = {"name": call.function.name, "arguments": arguments}
-    return {**call.model_dump(exclude_none=True), "function": function}
 
 
 def _content(message: _Message, where: str, images: ImageReader, separator: str) -> str | list[dict[str, Any]]:

@@ -205,20 +205,17 @@ def _vocabulary_of(tokenizer: Any) -> Iterator[None]:
         # The user provides the file.
         yield
         return
+    added = tokenizer.added_tokens_decoder
+    plain = sorted((rank, spelled) for rank, spelled in token_bytes(tokenizer).items() if rank not in added)
+    # tiktoken's format: each token's bytes in base64, and its rank.
+    lines = [f"{base64.b64encode(spelled).decode()} {rank}\n" for rank, spelled in plain]
     with TemporaryDirectory(prefix="o200k-") as folder:
-        (Path(folder) / _VOCABULARY_FILE).write_text(_tiktoken(tokenizer))
+        (Path(folder) / _VOCABULARY_FILE).write_text("".join(lines))
         os.environ[_VOCABULARY_FOLDER] = folder
         try:
             yield
         finally:
             del os.environ[_VOCABULARY_FOLDER]
-
-
-def _tiktoken(tokenizer: Any) -> str:
-    """Return the plain tokens in tiktoken's format: each token's bytes in base64, and its rank."""
-    added = tokenizer.added_tokens_decoder
-    plain = sorted((rank, spelled) for rank, spelled in token_bytes(tokenizer).items() if rank not in added)
-    return "".join(f"{base64.b64encode(spelled).decode()} {rank}\n" for rank, spelled in plain)
 
 
 def _longer(rendered: RenderedTokens, header: Sequence[int], dropped: int = 0) -> RenderedTokens:

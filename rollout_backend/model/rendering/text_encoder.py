@@ -142,7 +142,9 @@ class TextEncoder:
 
     def _known(self, text: str) -> list[int]:
         """Return the tokens of ASCII text without added tokens."""
-        words, known = self._split(text), self._words
+        words, known = [text], self._words
+        for stage in self._stages:
+            words = [word for part in words for word in stage.split(part) if word]
         try:
             return list(itertools.chain.from_iterable(map(known.__getitem__, words)))
         except KeyError:
@@ -156,12 +158,6 @@ class TextEncoder:
             return list(self._new(text))
         found |= learned
         return [token for word in words for token in found[word]]
-
-    def _split(self, text: str) -> list[str]:
-        parts = [text]
-        for stage in self._stages:
-            parts = [word for part in parts for word in stage.split(part) if word]
-        return parts
 
     def _new(self, text: str) -> _Ids:
         # A batch is encoded without offsets and without the GIL.

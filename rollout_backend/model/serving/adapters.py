@@ -130,10 +130,9 @@ class AdapterStore:
 
     async def _write(self, loaded: dict[str, Adapter]) -> None:
         last = {**self._last, **{name: adapter.version for name, adapter in loaded.items()}}
-        record = {
-            name: {"version": version} | (_record(loaded[name]) if name in loaded else {})
-            for name, version in last.items()
-        }
+        record: dict[str, dict[str, object]] = {name: {"version": version} for name, version in last.items()}
+        for name, adapter in loaded.items():
+            record[name] |= {"folder": str(adapter.folder), "digest": adapter.weights.digest}
         try:
             await call_disk(lambda: write_file(self._file, json.dumps(record).encode()))
         except OSError as error:
@@ -167,10 +166,6 @@ class AdapterStore:
                 raise ConfigError(
                     f"this run cannot serve its adapter {name} again, use a new run_id: {error}"
                 ) from None
-
-
-def _record(adapter: Adapter) -> dict[str, str]:
-    return {"folder": str(adapter.folder), "digest": adapter.weights.digest}
 
 
 async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None:

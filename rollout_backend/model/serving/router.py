@@ -182,7 +182,11 @@ class Router:
         if url in await self.workers():
             return
         deadline = time.monotonic() + timeout_s
-        await self._wait_removed(url, deadline)
+        # smg refuses to add an engine again within 5 s of its removal.
+        while any(worker["url"] == url for worker in await self._listed()):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(_POLL_S)
         reply = await self._call("POST", "/workers", {"url": url})
         path = f"/workers/{reply['worker_id']}"
         while True:
@@ -221,13 +225,6 @@ class Router:
         """Return the engines to which the router sends requests, as a map from URL to the router's id."""
         listed = await self._listed()
         return {worker["url"]: worker["id"] for worker in listed if worker.get("status") not in _NOT_ROUTED}
-
-    async def _wait_removed(self, url: str, deadline: float) -> None:
-        """Wait until the router no longer lists the engine. smg refuses to add it again within 5 s of its removal."""
-        while time.monotonic() < deadline:
-            if not any(worker["url"] == url for worker in await self._listed()):
-                return
-            await asyncio.sleep(_POLL_S)
 
     async def _listed(self) -> list[dict[str, Any]]:
         listed: list[dict[str, Any]] = (await self._call("GET", "/workers"))["workers"]

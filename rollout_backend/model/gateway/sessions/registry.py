@@ -240,7 +240,8 @@ class SessionRegistry:
     def check_not_revoked(self, name: str) -> None:
         """Raise ApiError (410) if the session was revoked, or sealed long ago."""
         if name in self._closed:
-            self._refused_after_stop(name)
+            if name in self._revoked:
+                count(self._stats.after_stop, [name])
             raise session_closed("revoked, or sealed long ago")
 
     def take_heartbeats(self) -> HeartbeatReport:
@@ -343,10 +344,6 @@ class SessionRegistry:
 
     def _count_unjournaled(self, sessions: int) -> None:
         self._stats.unjournaled += sessions
-
-    def _refused_after_stop(self, name: str) -> None:
-        if name in self._revoked:
-            count(self._stats.after_stop, [name])
 
     def _find(self, claims: SessionClaims) -> OpenSession | _SealedSession:
         name = claims.session_id
