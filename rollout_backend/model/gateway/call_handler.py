@@ -9,17 +9,17 @@ Invariants:
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rollout_backend.config import LeftOut
@@ -38,59 +38,15 @@ from rollout_backend.model.gateway.stats import GatewayStats
 
 # Limit of a body without images: bytes, plus bytes per token of context.
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_STREAM_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+    "content-type": "text/event-stream; charset=utf-8",
+}
 # Tokens, or entries of log-probabilities, that are written within milliseconds.
 _BRIEF_REPLY = 1024
 # Statuses below 500 that OpenAI's and Anthropic's clients retry.
 _RETRIED = frozenset({408, 409, 429})
-
-
-class _Answer(Response):
-    """Base class of responses. Calls `on_end` when it ends, even if the client disconnects before it starts."""
-
-    is_cancelled = False
-    """True if the response ended because this gateway is shutting down."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._ends = contextlib.ExitStack()
-
-    def on_end(self, function: Callable[[], object]) -> None:
-        self._ends.callback(function)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._send(scope, receive, send)
-        except asyncio.CancelledError:
-            self.is_cancelled = True
-            raise
-        finally:
-            self._ends.close()
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-
-
-class Stream(_Answer, StreamingResponse):
-    """A response sent in parts, which ends when the client disconnects."""
-
-
-class _Whole(_Answer):
-    """A response sent in one piece: a StreamingResponse would cost a tenth of the call's time."""
-
-    def __init__(self, request: Request, running: InFlightCall, body: bytes) -> None:
-        super().__init__(body, media_type="application/json")
-        self._request, self._running = request, running
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self.body, "more_body": True})
-
-        with contextlib.suppress(ClientDisconnect):
-            await _wait_or_disconnect(self._request, write())
-            self._running.delivered = True
-            await send({"type": "http.response.body"})
 
 
 class CallHandler:
@@ -106,13 +62,13 @@ class CallHandler:
         *,
         text_only: bool = False,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._executor = executor
-        self._stats = stats
-        self._traces = traces
+        self.settings = settings
+        self.registry = registry
+        self.executor = executor
+        self.stats = stats
+        self.traces = traces
+        self.model_name, context = settings.model.served_name, settings.model.context_tokens
         self._adopted = set(settings.adopted)
-        self._model_name, context = settings.model.served_name, settings.model.context_tokens
         self._max_bytes = settings.gateway.max_body_bytes
         self._too_large = partial(too_large, self._max_bytes)
         if text_only and (most := _BYTES + _TOKEN_BYTES * context) < self._max_bytes:
@@ -125,151 +81,143 @@ class CallHandler:
 
     def check_model(self, name: str) -> None:
         """Raise ApiError (404) unless `name` is the model that this gateway serves."""
-        served = self._model_name
-        if name != served and all(rule.model != name for rule in self._settings.leave_out):
+        served = self.model_name
+        if name != served and all(rule.model != name for rule in self.settings.leave_out):
             raise ApiError(404, f"there is no model {name!r} here, only {served!r}", code="model_not_found")
+
+    def body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[tuple[bytes, bool]]:
+        """Read a request's body: see `SessionShare.body`."""
+        return share.body(request, self._max_bytes, self.settings.body_s, self._too_large)
 
     async def count(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
         """Return the length of a prompt."""
-        session = await self._registry.open(claims)
+        session = await self.registry.open(claims)
         return await charge_to(session.share.cpu, self._count(request, dialect, session))
 
     async def _count(self, request: Request, dialect: Dialect, session: OpenSession) -> Response:
         share = session.share
-        with share.request(), contextlib.ExitStack() as open_request:
-            await share.turn(open_request)
-            async with self._body(request, share) as (body, brief):
+        async with share.turn():
+            async with self.body(request, share) as (body, brief):
                 call = await share.cpu.run(dialect.parse_count, body, brief=brief, tokenizes=False)
             self.check_model(call.model)
-            tokens = await self._executor.count(session, call, brief=brief)
+            tokens = await self.executor.count(session, call, brief=brief)
         return JSONResponse(dialect.count_body(tokens))
 
-    async def call(self, request: Request, dialect: Dialect, claims: SessionClaims) -> Response:
-        """Answer a model call, with a body or a stream of events."""
-        current = not claims.is_recorded or claims.trainer_incarnation == self._settings.trainer_incarnation
+    async def call(self, request: Request, dialect: Dialect, claims: SessionClaims) -> "ClientCall":
+        """Return the model call that answers the request, with a body or a stream of events."""
+        current = not claims.is_recorded or claims.trainer_incarnation == self.settings.trainer_incarnation
         if not current and claims.session_id not in self._adopted:
             raise not_adopted()
         # A closed session is refused before its body is read.
-        session = await self._registry.open(claims)
-        return await charge_to(session.share.cpu, self._call(request, dialect, session))
+        return ClientCall(self, request, dialect, await self.registry.open(claims))
 
-    async def _call(self, request: Request, dialect: Dialect, session: OpenSession) -> Response:
-        with contextlib.ExitStack() as open_request:
-            open_request.enter_context(session.share.request())
-            await session.share.turn(open_request)
-            call, running = await self._read(request, dialect, session)
-            if running is None:
-                # The request only fills a provider's cache.
-                tokens = await self._executor.count(session, call, brief=False)
-                nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
-                answer = Answer(uuid4().hex, int(time.time()), self._model_name, (nothing,), tokens)
-                return JSONResponse(dialect.body(call, answer))
-            # A client may read its answer slowly, so the question is dropped before.
-            call = call.without_question()
+
+class ClientCall:
+    """One client's model call, as the ASGI application that answers its request.
+
+    It is an open request of its session until the last byte of the answer. It listens to the call in flight that it
+    started, or that it retries, until that answer is written, has failed, or the client has disconnected.
+    """
+
+    def __init__(self, handler: CallHandler, request: Request, dialect: Dialect, session: OpenSession) -> None:
+        self._handler, self._request, self._dialect, self._session = handler, request, dialect, session
+        self._cpu = session.share.cpu
+        self._has_begun = False
+        """True once the status was sent. A later error is an event of the stream."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._session.share.turn():
+            call, running = await charge_to(self._cpu, self._read())
+            running.join()
             try:
-                response = await self._respond(request, dialect, session, call, running)
-            except ApiError as error:
-                if _is_retried(error):
-                    session.retries.failed(running.key.question)
-                raise
-            response.on_end(open_request.pop_all().close)
-            return response
+                await _wait_or_disconnect(self._request, self._answer(call, running, send))
+            except BaseException as error:
+                aborted = self._end(running, error)
+                if not (self._has_begun and isinstance(error, ClientDisconnect)):
+                    raise
+                self._handler.stats.client_disconnects += aborted
+            else:
+                self._end(running)
+                await send({"type": "http.response.body"})
 
-    async def _read(
-        self, request: Request, dialect: Dialect, session: OpenSession
-    ) -> tuple[ModelCall, InFlightCall | None]:
-        """Read a call, and start it or find the call in flight that it retries; None if it samples nothing."""
-        share = session.share
-        async with self._body(request, share) as (body, brief):
-            key, call = await share.cpu.run(
-                self._parse, session, dialect, body, request.headers, brief=brief, tokenizes=False
-            )
-            self._registry.check_open(session)
-            if call.max_new_tokens == 0:
-                return call, None
-            running = session.retries.find(key)
-            if running is not None:
-                self._stats.replayed += 1
-                return call, running
-            running = InFlightCall(
-                call,
-                key,
-                brief=brief,
-                left_out=_is_left_out(call, request.headers, self._settings.leave_out),
-            )
-            self._start(session, running, request.headers.get("traceparent", ""))
-            session.retries.add(running)
-            return call, running
+    def _end(self, running: InFlightCall, error: BaseException | None = None) -> bool:
+        """Leave the call in flight, whichever way this client's call ended. Return True if this aborted it."""
+        retries = self._session.retries
+        if error is None:
+            running.delivered = True
+            retries.undelivered.discard(running)
+        aborted = running.leave(given_up=isinstance(error, ClientDisconnect))
+        if aborted or (isinstance(error, ApiError) and _is_retried(error)):
+            retries.failed(running.key.question)
+        return aborted
 
-    def _body(self, request: Request, share: SessionShare) -> AbstractAsyncContextManager[tuple[bytes, bool]]:
-        return share.body(request, self._max_bytes, self._settings.body_s, self._too_large)
+    async def _read(self) -> tuple[ModelCall, InFlightCall]:
+        """Read the call, and start it or find the call in flight that it retries.
 
-    def _parse(
-        self, session: OpenSession, dialect: Dialect, body: bytes, headers: Mapping[str, str]
-    ) -> tuple[RequestKey, ModelCall]:
-        call = self._executor.shown(session.requests.parse(dialect, body))
-        if TRAJECTORY_HEADER in headers and all(rule.model != call.model for rule in self._settings.leave_out):
-            # In SageMaker's job runtime, the job selects the model, and agents name any.
-            call = replace(call, model=self._model_name)
-        self.check_model(call.model)
-        question = session.conversations.question(call.messages, call.tools)
-        return RequestKey.of(dialect.name, body, headers, question), call
-
-    def _start(self, session: OpenSession, running: InFlightCall, traceparent: str) -> None:
-        began_at = time.time()
-
-        def ended(task: asyncio.Task[Answer]) -> None:
-            session.calls.discard(task)
-            if not running.answered:
-                session.undelivered.discard(running)
-            if self._traces is not None:
-                self._traces.send(session.claims, running, began_at, traceparent)
-
-        task = running.start(charge_to(session.share.cpu, self._executor.answer(session, running)))
-        session.calls.add(task)
-        session.undelivered.add(running)
-        task.add_done_callback(ended)
-
-    async def _respond(
-        self, request: Request, dialect: Dialect, session: OpenSession, call: ModelCall, running: InFlightCall
-    ) -> _Answer:
-        """Return the complete answer, or start its stream.
-
-        An error before the stream starts sets the response's status; a later one is sent as an event.
+        A client may read its answer slowly, so the returned call is without its question.
         """
-        running.join()
-        try:
-            if call.stream:
-                await _wait_or_disconnect(request, running.wait_for_more(0, self._settings.keepalive_s))
-            else:
-                await _wait_or_disconnect(request, running.task)
+        handler, session, headers = self._handler, self._session, self._request.headers
+        async with handler.body(self._request, session.share) as (body, brief):
+            key, call = await self._cpu.run(self._parse, body, brief=brief, tokenizes=False)
+            handler.registry.check_open(session)
+            if call.max_new_tokens != 0:
+                running = session.retries.find(key)
+                if running is not None:
+                    handler.stats.replayed += 1
+                else:
+                    left_out = _is_left_out(call, headers, handler.settings.leave_out)
+                    running = InFlightCall(call, key, brief=brief, left_out=left_out)
+                    self._start(running)
+                return call.without_question(), running
+        # The request only fills a provider's cache.
+        tokens = await handler.executor.count(session, call, brief=False)
+        nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
+        answer = Answer(uuid4().hex, int(time.time()), handler.model_name, (nothing,), tokens)
+        return replace(call.without_question(), stream=False), InFlightCall.answered_before(key, answer)
+
+    def _parse(self, body: bytes) -> tuple[RequestKey, ModelCall]:
+        handler, session, headers = self._handler, self._session, self._request.headers
+        call = handler.executor.shown(session.requests.parse(self._dialect, body))
+        if TRAJECTORY_HEADER in headers and all(rule.model != call.model for rule in handler.settings.leave_out):
+            # In SageMaker's job runtime, the job selects the model, and agents name any.
+            call = replace(call, model=handler.model_name)
+        handler.check_model(call.model)
+        question = session.conversations.question(call.messages, call.tools)
+        return RequestKey.of(self._dialect.name, body, headers, question), call
+
+    def _start(self, running: InFlightCall) -> None:
+        handler, session, began_at = self._handler, self._session, time.time()
+        task = running.start(charge_to(self._cpu, handler.executor.answer(session, running)))
+        session.retries.add(running)
+        if (traces := handler.traces) is not None:
+            parent = self._request.headers.get("traceparent", "")
+            task.add_done_callback(lambda _: traces.send(session.claims, running, began_at, parent))
+
+    async def _answer(self, call: ModelCall, running: InFlightCall, send: Send) -> None:
+        """Send the answer, except for the end of the response. An error before its beginning sets its status."""
+        if call.stream:
+            await running.wait_for_more(0, self._handler.settings.keepalive_s)
             if running.done:
-                await self._registry.written(session.claims)
-            if not call.stream or running.done:
-                answer = running.outcome()
-            if call.stream:
-                stream = dialect.stream(call, running.id, running.created, self._model_name)
-                events = self._events(stream, session, running)
-                response: _Answer = Stream(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
-            else:
-                brief = _is_brief(answer)
-                body = await session.share.cpu.run(
-                    lambda: to_json(dialect.body(call, answer)), brief=brief, tokenizes=False
-                )
-                response = _Whole(request, running, body)
-        except BaseException as error:
-            self._leave(session, running, given_up=isinstance(error, ClientDisconnect))
-            raise
+                await self._handler.registry.written(self._session.claims)
+                running.outcome()
+            stream = self._dialect.stream(call, running.id, running.created, self._handler.model_name)
+            headers, pieces = _STREAM_HEADERS, self._events(stream, running)
+        else:
+            await asyncio.wait({running.task})
+            await self._handler.registry.written(self._session.claims)
+            answer = running.outcome()
+            work = self._cpu.run(
+                lambda: to_json(self._dialect.body(call, answer)), brief=_is_brief(answer), tokenizes=False
+            )
+            body = await charge_to(self._cpu, work)
+            headers, pieces = {"content-length": str(len(body)), "content-type": "application/json"}, _once(body)
+        self._has_begun = True
+        await send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
+        async for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
 
-        def left() -> None:
-            if self._leave(session, running, given_up=not response.is_cancelled):
-                self._stats.client_disconnects += 1
-
-        response.on_end(left)
-        return response
-
-    async def _events(self, stream: EventStream, session: OpenSession, running: InFlightCall) -> AsyncIterator[bytes]:
-        sent, started, cpu = 0, False, session.share.cpu
+    async def _events(self, stream: EventStream, running: InFlightCall) -> AsyncIterator[bytes]:
+        sent, started, cpu = 0, False, self._cpu
         while True:
             events: list[bytes] = []
             if not started and running.prompt_tokens is not None:
@@ -284,29 +232,23 @@ class CallHandler:
                 yield b"".join(events)
             if running.done and sent == len(running.deltas):
                 break
-            if not await running.wait_for_more(sent, self._settings.keepalive_s):
+            if not await running.wait_for_more(sent, self._handler.settings.keepalive_s):
                 yield stream.keepalive()
         try:
-            await self._registry.written(session.claims)
+            await self._handler.registry.written(self._session.claims)
             answer = running.outcome()
         except ApiError as error:
-            self._stats.errors[error.code] += 1
+            self._handler.stats.errors[error.code] += 1
             if _is_retried(error):
-                session.retries.failed(running.key.question)
+                self._session.retries.failed(running.key.question)
             yield b"".join(stream.failed(error))
         else:
             end = cpu.run(lambda: [*stream.end(answer)], brief=_is_brief(answer), tokenizes=False)
             yield b"".join(await charge_to(cpu, end))
-        running.delivered = True
 
-    def _leave(self, session: OpenSession, running: InFlightCall, *, given_up: bool) -> bool:
-        """Remove a listener. Return True if this aborted the call."""
-        aborted = running.leave(given_up=given_up)
-        if aborted:
-            session.retries.failed(running.key.question)
-        if running.delivered:
-            session.undelivered.discard(running)
-        return aborted
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 def _written(stream: EventStream, deltas: Sequence[Delta]) -> list[bytes]:
@@ -337,25 +279,20 @@ def _is_retried(error: ApiError) -> bool:
     return error.status in _RETRIED or error.status >= 500
 
 
-async def _wait_or_disconnect(request: Request, waiting: Awaitable[Any]) -> None:
-    """Wait for `waiting`. Raise ClientDisconnect as soon as the client disconnects.
+async def _wait_or_disconnect(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work. If the client disconnects, cancel it and raise ClientDisconnect."""
 
-    A coroutine is then cancelled and its error raised; a future or task continues and keeps its error.
-    """
-    task = asyncio.ensure_future(waiting)
-    gone = asyncio.ensure_future(_disconnected(request))
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
         if gone.done():
             raise ClientDisconnect
-        if task is not waiting:
-            task.result()
     finally:
-        if task is not waiting:
-            task.cancel()
+        task.cancel()
         gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -441,7 +441,7 @@ async def _wait_for_reply(session: OpenSession, running: InFlightCall, deadline:
     A client may close the stream at its own marker and make this call before the gateway notices the closed
     connection, or leave the stream open.
     """
-    streams = [each for each in session.undelivered if each.call.stream and each.deltas and not each.done]
+    streams = [each for each in session.retries.undelivered if each.call.stream and each.deltas and not each.done]
     if not streams:
         return
     call = running.call

@@ -47,8 +47,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agent_wrapper.contract import Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
@@ -58,7 +59,6 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.model.gateway.access import PathKeys
-from rollout_backend.model.gateway.call_handler import Stream
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.parts import GatewayParts
 from rollout_backend.model.gateway.session_share import read_body
@@ -136,8 +136,8 @@ class Gateway:
         async def handle(
             request: Request,
             dialect: Dialect,
-            answer: Callable[[Request, Dialect, SessionClaims], Awaitable[Response]],
-        ) -> Response:
+            answer: Callable[[Request, Dialect, SessionClaims], Awaitable[ASGIApp]],
+        ) -> ASGIApp:
             request.state.dialect = dialect
             return await answer(request, dialect, self._parts.authenticator.session(request))
 
@@ -194,7 +194,7 @@ class Gateway:
         self._parts.calls.check_model(request.path_params["name"])
         return JSONResponse(self._model_card())
 
-    async def trajectory(self, request: Request) -> Response:
+    async def trajectory(self, request: Request) -> ASGIApp:
         claims = self._parts.authenticator.session(request)
         sealed = await self._parts.registry.seal(claims)
         share, as_json = self._parts.registry.share(claims), "application/json" in request.headers.get("accept", "")
@@ -202,18 +202,18 @@ class Gateway:
         def to_json() -> bytes:
             return Trajectory.decode(sealed).to_json()
 
-        with contextlib.ExitStack() as fetch:
-            fetch.enter_context(share.request(_FETCHES))
-            await self._parts.registry.wait_turn(claims)
-            data = await share.cpu.run(to_json, tokenizes=False) if as_json else sealed
-            media_type = "application/json" if as_json else "application/octet-stream"
-            headers = {
-                "Content-Length": str(len(data)),
-                RESULT_LIMIT_HEADER: str(self._parts.settings.max_result_bytes),
-            }
-            response = Stream(_pieces(data), media_type=media_type, headers=headers)
-            response.on_end(fetch.pop_all().close)
-            return response
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            with share.request(_FETCHES):
+                await self._parts.registry.wait_turn(claims)
+                data = await share.cpu.run(to_json, tokenizes=False) if as_json else sealed
+                media_type = "application/json" if as_json else "application/octet-stream"
+                headers = {
+                    "Content-Length": str(len(data)),
+                    RESULT_LIMIT_HEADER: str(self._parts.settings.max_result_bytes),
+                }
+                await StreamingResponse(_pieces(data), 200, headers, media_type)(scope, receive, send)
+
+        return answer
 
     async def heartbeat(self, request: Request) -> Response:
         self._parts.registry.record_heartbeat(self._parts.authenticator.session(request))

@@ -70,11 +70,13 @@ class SessionShare:
         finally:
             self._requests -= 1
 
-    async def turn(self, request: contextlib.ExitStack) -> None:
-        """Wait until this request may be read, after the session's earlier ones. Its turn ends with the stack."""
-        await self.cpu.enter()
-        await self._calls.acquire()
-        request.callback(self._calls.release)
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Count a request like `request`, and wait until it may be read, after the session's earlier ones."""
+        with self.request():
+            await self.cpu.enter()
+            async with self._calls:
+                yield
 
     @contextlib.asynccontextmanager
     async def body(

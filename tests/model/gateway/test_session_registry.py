@@ -5,8 +5,9 @@ import pytest
 
 from agent_wrapper.contract import Trajectory
 from builders import Clock
-from rollout_backend.core.model_call import ApiError
-from rollout_backend.model.gateway.sessions.registry import SessionRegistry
+from rollout_backend.core.model_call import ApiError, ModelCall
+from rollout_backend.model.gateway.sessions.calls import InFlightCall
+from rollout_backend.model.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.model.rendering.segments import Completion
 from rollouts import make_claims
 
@@ -23,11 +24,18 @@ def registry(bundle, clock) -> SessionRegistry:
     return SessionRegistry(bundle, "m", session_key_s=50.0, clock=clock)
 
 
+def hang(session: OpenSession) -> asyncio.Task:
+    """Start a call in this session that no engine answers."""
+    running = InFlightCall(ModelCall("m", ()))
+    task = running.start(asyncio.Event().wait())
+    session.retries.add(running)
+    return task
+
+
 async def test_an_expired_session_is_removed_and_its_calls_are_aborted(registry, clock):
     session = await registry.open(claims())
     await registry.open(claims("other", expires_at=200.0))
-    call = asyncio.create_task(asyncio.sleep(60))
-    session.calls.add(call)
+    call = hang(session)
     clock.now = 100.0
     await registry.sweep()
     assert call.cancelled()
@@ -69,8 +77,7 @@ async def test_a_trajectory_that_the_trainer_would_refuse_is_not_returned(bundle
 
 async def test_revoking_a_session_ends_its_sealing(registry):
     session = await registry.open(claims())
-    stubborn = asyncio.create_task(asyncio.sleep(60))
-    session.calls.add(stubborn)
+    hang(session)
     seal = asyncio.create_task(registry.seal(claims()))
     await asyncio.sleep(0)
     await registry.revoke(["s"])

@@ -201,6 +201,8 @@ class RetryCache:
     """The calls of one session that clients may retry."""
 
     def __init__(self) -> None:
+        self.undelivered: set[InFlightCall] = set()
+        """The calls in flight, and answered ones whose answer no client has received."""
         # Calls by digest; answered calls, oldest first; and by question, failed attempts that were not retried yet.
         self._calls: dict[bytes, list[InFlightCall]] = {}
         self._answered: deque[InFlightCall] = deque()
@@ -241,6 +243,7 @@ class RetryCache:
         key = running.key
         if key.is_declared and self._failed[key.question]:
             self._failed[key.question] -= 1
+        self.undelivered.add(running)
         self._keep(running)
 
     def _keep(self, running: InFlightCall) -> None:
@@ -255,6 +258,7 @@ class RetryCache:
 
     def _settled(self, running: InFlightCall) -> None:
         if not running.answered:
+            self.undelivered.discard(running)
             self._forget(running)
             return
         self._answered.append(running)

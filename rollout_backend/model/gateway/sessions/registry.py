@@ -40,7 +40,7 @@ from rollout_backend.model.dialects.base import RequestMemo
 from rollout_backend.model.gateway.cpu_shares import CpuShares
 from rollout_backend.model.gateway.session_share import SessionShare
 from rollout_backend.model.gateway.sessions import journal as journals
-from rollout_backend.model.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
+from rollout_backend.model.gateway.sessions.calls import MAX_ANSWERS, RequestKey, RetryCache
 from rollout_backend.model.gateway.sessions.conversations import Conversations, RecordedReply
 from rollout_backend.model.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.model.gateway.sessions.journal_writer import JournalWriter
@@ -68,7 +68,6 @@ class OpenSession:
     claims: SessionClaims
     """The claims of its first key."""
     conversations: Conversations
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # Choices started so far, and tokens of answered calls.
     started: int = 0
     sampled_tokens: int = 0
@@ -79,7 +78,6 @@ class OpenSession:
     share: SessionShare = field(default_factory=SessionShare)
     unanswered: set[bytes] = field(default_factory=set)
     lost_constrained: bool = False
-    undelivered: set[InFlightCall] = field(default_factory=set)
     expires_at: float = 0.0
     journal: Callable[[OpenSession, Record], None] | None = None
     is_open: bool = True
@@ -123,11 +121,16 @@ class OpenSession:
         if question not in self.unanswered:
             self.unanswered.add(question if len(self.unanswered) < MAX_UNANSWERED else _TOO_MANY)
 
+    @property
+    def tasks(self) -> list[asyncio.Future[Answer]]:
+        """The tasks of its calls in flight, and some that have ended."""
+        return [running.task for running in self.retries.undelivered]
+
     def close(self) -> None:
         """Abort the calls in flight. None of them records or journals anything afterwards."""
         self.is_open = False
-        for call in self.calls:
-            call.cancel()
+        for task in self.tasks:
+            task.cancel()
 
 
 @dataclass
@@ -285,7 +288,7 @@ class SessionRegistry:
         session = self._find(claims)
         if isinstance(session, OpenSession):
             now = self._clock()
-            replies = [reply for running in session.undelivered if not running.delivered for reply in running.replies]
+            replies = [reply for running in session.retries.undelivered for reply in running.replies]
             session.write(journals.sealed(now, session.unanswered, replies))
             session = self._seal(session, now, replies)
         await self.written(claims)
@@ -430,9 +433,9 @@ class SessionRegistry:
         self._sessions[session.claims.session_id] = sealed
         return sealed
 
-    def _close_all(self, sessions: Mapping[str, float]) -> list[asyncio.Task[Any]]:
+    def _close_all(self, sessions: Mapping[str, float]) -> list[asyncio.Future[Answer]]:
         """Keep only these sessions' names, until the given times or longer. Return their calls, which end soon."""
-        calls: list[asyncio.Task[Any]] = []
+        calls: list[asyncio.Future[Answer]] = []
         for name, until in sessions.items():
             session = self._sessions.pop(name, None)
             self.reports.pop(name, None)
@@ -440,14 +443,14 @@ class SessionRegistry:
                 session.close()
                 until = max(until, session.expires_at)
             if isinstance(session, OpenSession):
-                calls += session.calls
+                calls += session.tasks
             self._closed[name] = max(until, self._closed.get(name, until))
         if self._journal is not None and sessions:
             self._journal.close({name: self._closed[name] for name in sessions})
         return calls
 
     async def _encode(self, session: OpenSession, unanswered: int) -> bytes:
-        await asyncio.gather(*session.calls, return_exceptions=True)
+        await asyncio.gather(*session.tasks, return_exceptions=True)
 
         def encode() -> bytes:
             segments = session.conversations.recorder.segments()
