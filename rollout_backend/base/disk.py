@@ -67,7 +67,7 @@ class Disk:
 
     def submit(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
         """Make a call without waiting for it. Its error is logged."""
-        done = self._enqueue(call, *args, **more)
+        done = self.enqueue(call, *args, **more)
         done.add_done_callback(report_failure(f"a call of the disk of {self._folder}"))
         return done
 
@@ -77,7 +77,7 @@ class Disk:
         Raises:
             TimeoutError, an OSError: the disk hangs. The call may still complete.
         """
-        done = self._enqueue(call, *args, **more)
+        done = self.enqueue(call, *args, **more)
         if not await self.wait(done):
             raise _no_answer()
         return done.result()
@@ -95,7 +95,7 @@ class Disk:
     def close(self) -> None:
         """Wait for all calls, and end the thread. Another call starts it again."""
         try:
-            self._enqueue(lambda: None).result(0.0 if self.hangs else self._limit_s)
+            self.enqueue(lambda: None).result(0.0 if self.hangs else self._limit_s)
         except TimeoutError:
             self._report_hang()
         self._calls.put(None)
@@ -109,7 +109,8 @@ class Disk:
             self._cost,
         )
 
-    def _enqueue(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
+    def enqueue(self, call: Callable[_P, _T], *args: _P.args, **more: _P.kwargs) -> Future[_T]:
+        """Make a call without waiting for it. Its result or error is in the future only."""
         done: Future[_T] = Future()
 
         def make() -> None:

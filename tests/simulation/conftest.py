@@ -61,7 +61,7 @@ class SimRun:
         self.world.start_trainer(self.trainer)
         self.store = SimStore(self.world.bucket, self.trainer)
         self.runtime = SimRuntime(self.world.runtime, self.trainer, max_sessions=100_000)
-        gateway = SimGateway(self.world.gateway, self.trainer)
+        gateway = SimGateway(self.world.gateway, self.trainer, self.world.sources)
         queue = SimQueue(self.world.queue, self.trainer)
         self.buffer = RolloutBuffer(config.run_id, self.store, queue, config.collect.max_fetches)
         self.receiving = asyncio.create_task(self.buffer.run(config.queue.receivers))

@@ -107,7 +107,7 @@ class _Disk(Disk):
         self._own = env.own_random(f"disk {env.number('disk')}")
         self._fails_until, self._is_full = 0.0, False
 
-    def _enqueue(self, call: Callable[..., Any], *args: Any, **more: Any) -> Future[Any]:
+    def enqueue(self, call: Callable[..., Any], *args: Any, **more: Any) -> Future[Any]:
         done: Future[Any] = Future()
 
         def make() -> None:

@@ -267,9 +267,7 @@ class ScriptedEngine:
             parts = reply.parts if isinstance(reply, Pieces) else (str(reply),)
             return StreamingResponse(self._events(parts, body), media_type="text/event-stream")
         text = await self._in_thread("".join, reply.parts) if isinstance(reply, Pieces) else str(reply)
-        whole = self._completion(text, body)
-        whole["meta_info"] |= self._routed(whole["output_ids"], body)
-        return JSONResponse(whole)
+        return JSONResponse(self._whole(text, body))
 
     async def _translated(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the request in SGLang's format, with the whole prompt. Raises ValueError if it is refused."""
@@ -277,6 +275,12 @@ class ScriptedEngine:
         if body.get("routed_experts_start_len", 0) > len(body["input_ids"]):
             raise ValueError("routed_experts_start_len is higher than the number of input tokens")
         return body
+
+    def _whole(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request that does not stream."""
+        whole = self._completion(text, body)
+        whole["meta_info"] |= self._routed(whole["output_ids"], body)
+        return whole
 
     def _routed(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
         """Return the routing that a request asks for. The last token has none, because it was not processed."""
