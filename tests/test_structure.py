@@ -146,7 +146,9 @@ def test_gateway_process_loads_nothing_that_starts_gateways(tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     loaded = run.stdout.split()
     assert {"rollout_backend.model.gateway.server", "renderers"} <= {*loaded}
-    assert {"rollout_backend.model.serving", "ray", "boto3", "torch", "openai"}.isdisjoint(loaded)
+    packages = {name.partition(".")[0] for name in loaded}  # `openai.types` stays if `openai` alone is taken out
+    assert "rollout_backend.model.serving" not in loaded
+    assert {"ray", "boto3", "torch", "openai"}.isdisjoint(packages)
 
 
 def test_the_command_line_loads_only_what_the_relays_image_has():

@@ -16,7 +16,6 @@ from rollout_backend.base.addresses import is_everywhere, listen_addresses
 from rollout_backend.base.garbage_collection import exempt_loaded_objects
 from rollout_backend.base.logs import configure_logs
 from rollout_backend.errors import ConfigError
-from rollout_backend.model.gateway.access import KEEP_ALIVE_S, allow_files, bounded_protocol, max_connections
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 
 # Rendering threads would otherwise hold the GIL for 5 ms while the event loop waits.
@@ -31,8 +30,11 @@ def main() -> None:
     configure_logs(logging.INFO, collapse=True, in_thread=True)
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
+        server = import_server()
+        from rollout_backend.model.gateway.access import allow_files
+
         allow_files(settings.gateway.max_concurrent_calls)
-        app = import_server().create_app(settings)
+        app = server.create_app(settings)
     except ConfigError as error:
         sys.exit(str(error))
     exempt_loaded_objects()
@@ -53,6 +55,9 @@ def return_freed_memory() -> None:
 
 
 def server_options(settings: GatewaySettings) -> dict[str, Any]:
+    # After `import_server`: this module imports `renderers`, too.
+    from rollout_backend.model.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
+
     return {
         "host": listen_addresses(settings.host) if is_everywhere(settings.host) else settings.host,
         "port": settings.port,
