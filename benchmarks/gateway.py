@@ -35,7 +35,7 @@ from tokenizers import Tokenizer
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.model.gateway.__main__ import allow_files
+from rollout_backend.model.gateway.access import allow_files
 from rollout_backend.model.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.sessions import journal

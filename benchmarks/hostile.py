@@ -33,7 +33,7 @@ from common import HERE, Unmeasured, arguments, compare, cpu_s, kept_folder, ser
 from gateway import MODEL, Conversation, System, tool
 from load_generator import Session
 
-from rollout_backend.model.gateway.__main__ import allow_files
+from rollout_backend.model.gateway.access import allow_files
 from rollout_backend.model.serving.install import find_model
 from rollout_backend.model.serving.server_process import free_port
 

@@ -34,7 +34,7 @@ import gateway
 from common import HERE, Unmeasured, arguments, compare, cpu_s, peak_bytes
 from load_generator import Session
 
-from rollout_backend.model.gateway.__main__ import allow_files
+from rollout_backend.model.gateway.access import allow_files
 from rollout_backend.model.serving.install import find_model
 
 # Tokens of a tool's result, and of a session's first prompt. A reply has 60.

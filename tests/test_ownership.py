@@ -40,8 +40,9 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # --- tasks ------------------------------------------------------------------------------------------------
 
-# TaskGroups, and the archive and verl's writer, whose `submit` reports errors.
-GROUPS, REPORTING = ("tasks", "group", "searching"), ("self.archive.submit", "self._writer.submit", "self.submit")
+# TaskGroups, and the archive, a disk and verl's writer, whose `submit` reports errors.
+GROUPS = ("tasks", "group", "searching")
+REPORTING = ("self.archive.submit", "self._disk.submit", "self._writer.submit", "self.submit")
 CAUGHT = {
     "agent_wrapper/app.py": "self._prepare, self._send_heartbeats and OrphanReaper.run catch every error",
     "rollout_backend/run/services.py": "`failure` reads the errors of `background` for each step",
@@ -171,7 +172,6 @@ LIMITED = {
     "workbench/deploy/deployment.py": {"run_smoke_rollout", "_invoke"},  # `AgentCoreRuntime` calls AWS
     "run/dispatch/dispatcher.py": {"submit", "stop_once"},  # `TimedCalls` is inside
     "model/gateway/engine/client.py": {"_post_abort"},  # `_end` limits the aborts that it sends
-    "model/gateway/session_share.py": {"turn"},  # waits for a place among the session's own calls
     "run/janitor/janitor_process.py": {"invoke", "stop"},  # `TimedCalls` is outside
     "model/relay/dialer.py": {"_forward"},  # `_call` limits each call
     "model/relay/exchange.py": {"receive", "send_now", "_write"},  # the heartbeat of a WebSocket ends a silent one

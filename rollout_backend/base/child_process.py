@@ -49,13 +49,26 @@ async def open_log(path: Path) -> BinaryIO:
         OSError: the file cannot be written.
     """
 
+    opened: list[BinaryIO] = []
+    is_awaited = True
+
     def open_file() -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
+        file = path.open("ab")
+        opened.append(file)
+        if not is_awaited:
+            file.close()
+        return file
 
     try:
         return await call_disk(open_file)
-    except TimeoutError:
+    except BaseException as error:
+        # The disk may open it later, or has opened it for a caller that was cancelled.
+        is_awaited = False
+        for file in opened:
+            file.close()
+        if not isinstance(error, TimeoutError):
+            raise
         logger.warning("%s cannot be opened, because its disk does not answer: the output is lost", path)
         return _discarded()
 

@@ -286,7 +286,8 @@ async def _wait_or_disconnect(request: Request, work: Coroutine[Any, Any, None])
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
