@@ -337,7 +337,7 @@ class RolloutApp:
         redact_logs()
         prepare_process()
         if os.getpid() == 1 and (self._reaper is None or self._reaper[1].done()):
-            # Reaps for as long as this event loop runs.
+            # The task ends with its event loop, so another loop needs another one.
             reaper = self._reaper[0] if self._reaper is not None else OrphanReaper()
             self._reaper = (reaper, asyncio.create_task(reaper.run(), name="reap-orphans"))
         if not self._jobs:

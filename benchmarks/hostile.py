@@ -7,7 +7,6 @@ at most, and at once in most kinds, which no real engine does. A machine that ot
 without a hostile session shows nothing: its rows have the reason instead of figures.
 
 - `p50`, `p99`: the time that the gateway adds to a call beside the hostile session, in multiples of the time without.
-  Both are medians of the rounds, so that a pause of the machine in one round decides nothing.
 """
 
 import asyncio
@@ -210,13 +209,11 @@ async def measure(kind: Kind, model: Path, rounds: int) -> dict[str, Any]:
             client = [sys.executable, __file__, "--attack", kind.name, url, system.keys[0]]
             process = subprocess.Popen(client, stdout=subprocess.PIPE)
             try:
-                # It shares a core with the engine and the other clients, and must not delay these itself.
                 os.sched_setaffinity(process.pid, {cores[-1]})
-                os.setpriority(os.PRIO_PROCESS, process.pid, 19)
                 assert process.stdout is not None
                 await asyncio.to_thread(process.stdout.readline)
                 await asyncio.sleep(WARM_S)
-                took: dict[bool, list[list[float]]] = {False: [], True: []}
+                took: dict[bool, list[float]] = {False: [], True: []}
                 for number in range(2 * rounds):
                     beside = bool(number % 2)
                     process.send_signal(signal.SIGCONT if beside else signal.SIGSTOP)
@@ -224,22 +221,17 @@ async def measure(kind: Kind, model: Path, rounds: int) -> dict[str, Any]:
                     if not beside:
                         await idle(pid)
                     group = sessions[number * SESSIONS : (number + 1) * SESSIONS]
-                    took[beside].append(await load(group))
+                    took[beside] += await load(group)
             finally:
                 process.kill()
                 process.wait()
-    if (alone_s := _quantiles(took[False])[0]) > MAX_ALONE_S:
+    if (alone_s := statistics.median(took[False])) > MAX_ALONE_S:
         raise Unmeasured(f"{alone_s:.2f} s are added to a call without the hostile session: the machine is too busy")
     found: dict[str, Any] = {}
-    for name, alone, beside in zip(("p50", "p99"), _quantiles(took[False]), _quantiles(took[True]), strict=True):
-        found |= {f"{name}_alone_ms": 1000 * alone, f"{name}_ms": 1000 * beside, name: beside / alone}
+    for name, cut in (("p50", 49), ("p99", 98)):
+        alone, beside = (1000 * statistics.quantiles(took[each], n=100)[cut] for each in (False, True))
+        found |= {f"{name}_alone_ms": alone, f"{name}_ms": beside, name: beside / alone}
     return found
-
-
-def _quantiles(rounds: list[list[float]]) -> list[float]:
-    """Return the median of the rounds' p50, and that of their p99."""
-    each = [statistics.quantiles(took, n=100) for took in rounds]
-    return [statistics.median(quantiles[cut] for quantiles in each) for cut in (49, 98)]
 
 
 async def idle(pid: int) -> None:

@@ -437,7 +437,7 @@ class RolloutManager:
             return {}
         before, self._reported = self._reported, stats
         if before is not None and not stats.engine_given_up:
-            # A gateway that has just started has not asked the engines yet.
+            # A gateway that has restarted has not asked the engines yet, so the earlier counts still hold.
             stats.engine_given_up = before.engine_given_up
 
         def growth(name: str) -> dict[str, int]:

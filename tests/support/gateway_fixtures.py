@@ -1,5 +1,7 @@
 """Fixtures of gateways and engines, for the tests of several folders. Imports are inside: some take seconds."""
 
+import asyncio
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -62,6 +64,27 @@ def make_app(engine_url: str, model: ModelConfig, bundle, gateway=None, dialects
         **{"engine_attempts": 2, "model_call_s": 120, **settings},
     )
     return create_app(settings, bundle, dialects or DIALECTS)
+
+
+async def post_raw(app, path: str, body: dict, headers: dict[str, str], gone: asyncio.Event, send) -> None:
+    """Make a request to an application in this process. Its client disconnects once `gone` is set."""
+    sent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict:
+        if sent:
+            return sent.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+    }
+    await app(scope, receive, send)
 
 
 def make_gateway(engine_url: str, model: ModelConfig, bundle, engine=None, **settings):

@@ -55,7 +55,7 @@ def return_freed_memory() -> None:
 
 
 def server_options(settings: GatewaySettings) -> dict[str, Any]:
-    # After `import_server`: this module imports `renderers`, too.
+    # `access` imports `renderers`, which needs the stub that `import_server` puts in place of `openai`.
     from rollout_backend.model.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
 
     return {

@@ -141,7 +141,10 @@ class ClientCall:
                 await send({"type": "http.response.body"})
 
     def _end(self, running: InFlightCall, error: BaseException | None = None) -> bool:
-        """Leave the call in flight, whichever way this client's call ended. Return True if this aborted it."""
+        """Stop listening to the call in flight, and record how this client's call ended.
+
+        Return True if the call in flight was aborted, because nobody else listens.
+        """
         retries = self._session.retries
         if error is None:
             running.delivered = True

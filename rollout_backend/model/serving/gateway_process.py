@@ -64,7 +64,7 @@ class GatewayProcess:
         self._paused = False
         self._adapters: dict[str, int] = {}
         self.journal_id = ""
-        """Id of the journal for new sessions; set once the gateway has started, and empty if it has no journal."""
+        """Id of the journal for new sessions. Empty before the gateway has started, and if it has no journal."""
         self._journal = journal
         self._config = config
         self._engine_url = engine_url
@@ -174,7 +174,7 @@ class GatewayProcess:
                 f"{self._name} could not open its journal within {limit_s:g} s (gateway.startup_timeout_s): the file "
                 f"system of {self._journal} does not answer"
             )
-        # Before a run serves, a wrong setting is more likely than a disk that has failed.
+        # If this gateway has never served, a wrong setting is more likely than a failed disk.
         if not self.url:
             raise StartupError(why)
         log.error("%s. It restarts without a journal, and its earlier sessions are lost", why)

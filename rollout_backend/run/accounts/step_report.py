@@ -148,7 +148,8 @@ class StepReport(BaseModel, frozen=True):
     left_out_replies: int = 0
     """Replies that training.leave_out leaves out of training, since then."""
     unjournaled_sessions: int = 0
-    """Sessions that the gateways' disk did not take, since then: a restart of their gateway would end them."""
+    """Sessions that lost their journal since then, because a gateway's disk failed. A restart of their gateway ends
+    them."""
     runaways: dict[str, int] = {}
     """Sampled tokens of rollouts whose session reached gateway.session_tokens."""
     heard_after_stop: dict[str, int] = {}

@@ -20,7 +20,7 @@ class Call(NamedTuple):
     pins: bool = False
     """Whether only a deployment with `runtime.qualifier` makes the call."""
     sessions: bool = False
-    """Whether the call is made only if runs train in sessions of SageMaker."""
+    """Whether only a run that trains in SageMaker's sessions makes the call."""
 
 
 _AC = "bedrock-agentcore"

@@ -1,13 +1,12 @@
 """However a client's call ends, it leaves its session as it was: the next call is read and answered."""
 
 import asyncio
-import json
 
 import httpx
 import pytest
 
 from builders import user
-from gateway_fixtures import make_app
+from gateway_fixtures import make_app, post_raw
 from gateway_server import CONTROL_KEY, session_key
 from rollout_backend.workbench.local.scripted import Fail, ScriptedEngine
 
@@ -22,14 +21,7 @@ async def test_a_session_with_one_call_at_a_time_makes_the_next_one(byte_model, 
     first = {"answered": "ok", "failed": Fail(500)}.get(end) or (held.pieces("Once ") if stream else None)
     script = iter([first or held, "next"])
     headers = {"Authorization": f"Bearer {session_key('s1')}"}
-    sent = [{"type": "http.request", "body": json.dumps({**CALL, "stream": stream}).encode()}]
     gone = asyncio.Event()
-
-    async def receive() -> dict:
-        if sent:
-            return sent.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
 
     async def send(message: dict) -> None:
         pass
@@ -45,15 +37,7 @@ async def test_a_session_with_one_call_at_a_time_makes_the_next_one(byte_model, 
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://g") as http,
         ):
-            scope = {
-                "type": "http",
-                "asgi": {"version": "3.0", "spec_version": "2.3"},
-                "method": "POST",
-                "path": PATH,
-                "query_string": b"",
-                "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-            }
-            call = asyncio.create_task(app(scope, receive, send))
+            call = asyncio.create_task(post_raw(app, PATH, {**CALL, "stream": stream}, headers, gone, send))
             if waits:
                 assert await asyncio.to_thread(held.asked.acquire, timeout=120)
                 gone.set() if end == "hung up" else call.cancel()

@@ -328,14 +328,16 @@ def memory(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-@pytest.fixture(params=["full", "hangs"])
+@pytest.fixture(params=["full", "hangs", "defect"])
 def fail(request, memory):
-    """`fail(patch, registry)` lets the disk take no write of the registry's journal."""
+    """`fail(patch, registry)` lets no write of the registry's journal succeed."""
     free = threading.Event()
 
     def refuse(*_: object) -> None:
         if request.param == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
+        if request.param == "defect":
+            raise ValueError("a record that cannot be encoded")
         assert free.wait(120)
 
     def fail(patch: pytest.MonkeyPatch, registry: SessionRegistry) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from agent_wrapper.contract import Trajectory
 from builders import assistant, user
-from gateway_fixtures import make_app
+from gateway_fixtures import make_app, post_raw
 from gateway_server import CONTROL_KEY, session_key
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.workbench.local.scripted import ScriptedEngine
@@ -38,14 +38,7 @@ class Client:
     async def lose(self, body: dict) -> None:
         """Make a call whose connection takes no part of the answer, and closes once the engine has finished."""
         calls = (await self.stats())["calls"]
-        sent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         gone = asyncio.Event()
-
-        async def receive() -> dict:
-            if sent:
-                return sent.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
 
         async def send(message: dict) -> None:
             if re.search(rb'"content":\s?"[^"]', message.get("body", b"")):  # in a stream, the first part of it
@@ -54,17 +47,8 @@ class Client:
                 gone.set()
                 await asyncio.Event().wait()
 
-        path = "/v1/chat/completions"
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "method": "POST",
-            "path": path,
-            "query_string": b"",
-            "headers": [(b"authorization", self._headers["Authorization"].encode())],
-        }
         async with asyncio.timeout(60):
-            await self._app(scope, receive, send)
+            await post_raw(self._app, "/v1/chat/completions", body, self._headers, gone, send)
 
 
 @pytest.fixture

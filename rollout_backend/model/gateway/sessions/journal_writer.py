@@ -4,7 +4,7 @@ Invariants:
 
 - The event loop never waits for the disk. Writes are made in order; those that arrive during a call of the disk are
   made together by the next one.
-- A session whose record the disk refuses, or does not take within `_LIMIT_S`, continues without a journal. Its name
+- A session whose record cannot be written, or not within `_LIMIT_S`, continues without a journal. Its name
   is noted in the machine's memory before its next answer, and a later gateway refuses it: the journal has only a part
   of what it sampled.
 - If not even the name can be noted, the session must end: `append` and `written` raise OSError.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollout_backend.base.disk import Disk
+from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.sessions.journal import Record, SessionJournal, Table
 
 # The trainer waits for 30 s for the answer to a control request, and a model call has `timeouts.model_call_s`.
@@ -54,8 +55,12 @@ class JournalWriter:
         self._next: list[_Write] = []
         self._writing: asyncio.Task[None] | None = None
         self._noted = Table(_MEMORY / f"rollout-backend-{journal.journal_id}")
-        # When each session without a complete journal was noted, in unix seconds.
-        self._lost: dict[str, float] = self._noted.read()
+        try:
+            # When each session without a complete journal was noted, in unix seconds.
+            self._lost: dict[str, float] = self._noted.read()
+        except OSError as error:
+            why = f"{_MEMORY} names the sessions that its journal lacks, and cannot be read: {error.strerror}"
+            raise ConfigError(f"the gateway cannot start: {why}") from None
         # Sessions without a complete journal that could not be noted.
         self._unsafe: set[str] = set()
 
@@ -162,12 +167,14 @@ class JournalWriter:
 
 
 def _make(writes: Iterable[_Write]) -> list[str]:
-    """Make these writes. Return the sessions of those that the disk refused."""
+    """Make the writes, and return the sessions whose writes failed."""
     lost: list[str] = []
     for write in writes:
         try:
             write.make()
-        except OSError as error:
-            log.warning("the journal cannot be written, so sessions continue without it: %s", error)
+        # After any other error, too, a later gateway must not take the rest of the session for all of it.
+        except Exception as error:
+            is_ours = not isinstance(error, OSError)
+            log.warning("a journal cannot be written, and sessions continue without it: %s", error, exc_info=is_ours)
             lost += write.session_ids
     return lost
