@@ -108,6 +108,8 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
         b"", TRAJECTORY, WORDS * 3000, headers="Accept: application/json\r\n", first=20
     ),
     "invalid calls": lambda: Attack(b'{"model": 1}', connections=64),
+    "unknown paths": lambda: Attack(path="/v1/nothing", connections=64),
+    "heartbeats": lambda: Attack(path="/v1/rollout/heartbeat", connections=64),
     "a long text that is rewritten": lambda: Attack(call(WORDS * 5000)),
     "one word of 500 KB": lambda: Attack(call("a" * 500_000)),
     "unique words": lambda: Attack(call(unique_words(55_000))),
@@ -163,6 +165,8 @@ def read_response(connection: socket.socket) -> None:
         data += received(connection)
     head, _, rest = data.partition(b"\r\n\r\n")
     head = head.lower()
+    if b" 204 " in head:
+        return
     if b"chunked" in head:
         while not rest.endswith(b"0\r\n\r\n"):
             rest = rest[-16:] + received(connection)

@@ -215,9 +215,12 @@ class Authenticator:
     def _verify(self, key: str) -> SessionClaims:
         return verify(self._settings.secret, key, time.time(), self._settings.previous_secret)
 
+    def has_control_key(self, request: Request) -> bool:
+        return hmac.compare_digest(_bearer(request).encode(), self._settings.control_key.encode())
+
     def require_control_key(self, request: Request) -> None:
         """Raise ApiError (401) if the request does not carry the control key."""
-        if not hmac.compare_digest(_bearer(request).encode(), self._settings.control_key.encode()):
+        if not self.has_control_key(request):
             raise ApiError(401, "this needs the control key", code="invalid_control_key")
 
 

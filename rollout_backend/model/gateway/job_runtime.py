@@ -74,10 +74,11 @@ class JobRuntime:
             raise ApiError(400, f"{where}: {first['msg']}") from None
         key = expand(report.trajectory_id)
         claims = self._authenticator.claims(key, key)
-        if isinstance(report, _CompleteRollout):
-            await self._complete(claims, report.status)
-        else:
-            await self._update_reward(claims, report.rewards)
+        async with self._registry.share(claims).entry():
+            if isinstance(report, _CompleteRollout):
+                await self._complete(claims, report.status)
+            else:
+                await self._update_reward(claims, report.rewards)
         return JSONResponse({})
 
     async def _complete(self, claims: SessionClaims, status: str) -> None:

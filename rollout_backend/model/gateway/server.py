@@ -61,7 +61,7 @@ from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.model.gateway.access import PathKeys
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.parts import GatewayParts
-from rollout_backend.model.gateway.session_share import read_body
+from rollout_backend.model.gateway.session_share import SessionShare, read_body
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 from rollout_backend.model.rendering.renderer import load_renderer
 
@@ -104,6 +104,7 @@ class Gateway:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._created = int(time.time())
+        self._strangers = SessionShare(parts.registry.cpu)
         self.app = Starlette(
             routes=[
                 *self._agent_routes(),
@@ -182,20 +183,26 @@ class Gateway:
 
     # --- routes -------------------------------------------------------------------------------------------
 
+    async def _enter(self, request: Request) -> SessionClaims:
+        """Return the claims of an agent's request once its session has paid for its earlier work."""
+        claims = self._parts.authenticator.session(request)
+        async with self._parts.registry.share(claims).entry():
+            return claims
+
     async def models(self, request: Request) -> Response:
-        self._parts.authenticator.session(request)
+        await self._enter(request)
         name = self._parts.settings.model.served_name
         return JSONResponse(
             {"object": "list", "data": [self._model_card()], "first_id": name, "last_id": name, "has_more": False}
         )
 
     async def model(self, request: Request) -> Response:
-        self._parts.authenticator.session(request)
+        await self._enter(request)
         self._parts.calls.check_model(request.path_params["name"])
         return JSONResponse(self._model_card())
 
     async def trajectory(self, request: Request) -> ASGIApp:
-        claims = self._parts.authenticator.session(request)
+        claims = await self._enter(request)
         sealed = await self._parts.registry.seal(claims)
         share, as_json = self._parts.registry.share(claims), "application/json" in request.headers.get("accept", "")
 
@@ -216,7 +223,9 @@ class Gateway:
         return answer
 
     async def heartbeat(self, request: Request) -> Response:
-        self._parts.registry.record_heartbeat(self._parts.authenticator.session(request))
+        # Those that the trainer needs never wait behind the session's other work.
+        if not self._parts.registry.record_heartbeat(self._parts.authenticator.session(request)):
+            await self._enter(request)
         return Response(status_code=204)
 
     async def health(self, _: Request) -> Response:
@@ -313,9 +322,22 @@ class Gateway:
     async def _api_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         self._parts.stats.errors[error.code] += 1
+        await self._pace(request)
         dialect: Dialect | None = getattr(request.state, "dialect", None)
         dialect = dialect or dialect_of_client(self._parts.dialects, request.url.path, request.headers)
         return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
+
+    async def _pace(self, request: Request) -> None:
+        """Let a refused request wait like any other. Agents repeat what is refused, some of them without a pause.
+        Requests without a valid session key have one share, except for the trainer's."""
+        if self._parts.authenticator.has_control_key(request):
+            return
+        share = self._strangers
+        with contextlib.suppress(ApiError):
+            share = self._parts.registry.share(self._parts.authenticator.session(request))
+        with contextlib.suppress(ApiError):
+            async with share.entry():
+                pass
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

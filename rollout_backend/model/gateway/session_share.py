@@ -71,12 +71,17 @@ class SessionShare:
             self._requests -= 1
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Count a request like `request`, and wait until it may be read, after the session's earlier ones."""
-        with self.request():
+    async def entry(self, limit: int = MAX_REQUESTS) -> AsyncIterator[None]:
+        """Count a request like `request`, and wait until the session has paid for its earlier work."""
+        with self.request(limit):
             await self.cpu.enter()
-            async with self._calls:
-                yield
+            yield
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Begin a request like `entry`, and wait until it may be read, after the session's earlier ones."""
+        async with self.entry(), self._calls:
+            yield
 
     @contextlib.asynccontextmanager
     async def body(

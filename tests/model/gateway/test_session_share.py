@@ -8,6 +8,7 @@ import socket
 import threading
 import tracemalloc
 import zlib
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,11 +22,13 @@ from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.base.waiting_connections import WaitingConnections
 from rollout_backend.core.model_call import ApiError
-from rollout_backend.model.gateway import session_share
+from rollout_backend.model.gateway import cpu_shares, session_share
 from rollout_backend.model.gateway.__main__ import server_options
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, bounded_protocol
+from rollout_backend.model.gateway.cpu_shares import CpuShares
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, decompress, is_brief
+from rollout_backend.model.gateway.sessions import registry
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000
@@ -367,6 +370,46 @@ def test_a_session_has_a_limited_number_of_open_requests():
         assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
     with share.request():
         pass
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "free"),
+    [
+        ("GET", "/v1/models", 200, 1),
+        ("GET", "/v1/models/another", 404, 0),
+        ("GET", "/v1/nothing", 404, 1),
+        ("POST", "/v1/rollout/trajectory", 200, 0),
+        ("POST", "/v1/rollout/heartbeat", 204, 2),
+        ("POST", "/v1/chat/completions", 400, 0),
+        ("POST", "/v1/complete-rollout", 400, 1),
+    ],
+)
+def test_each_request_waits_until_its_session_has_paid_for_the_earlier_ones(
+    serve, monkeypatch, method, path, status, free
+):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(cpu_shares, "_REQUEST_S", 5.0)
+    monkeypatch.setattr(registry, "CpuShares", partial(CpuShares, sleep=sleep))
+    gateway = serve()
+
+    def statuses(session: str, number: int, **key) -> list[int]:
+        headers = gateway.headers(session, **key)
+        return [
+            httpx.request(method, gateway.url + path, headers=headers, timeout=120).status_code for _ in range(number)
+        ]
+
+    assert statuses("s1", free) == [status] * free
+    assert not waits
+    assert statuses("s1", 1) == [status]
+    assert waits
+    waits.clear()
+    # Requests without a valid key share one part.
+    assert {*statuses("s2", 1, secret="x" * 32), *statuses("s3", 1, secret="x" * 32)} <= {400, 401, 404}
+    assert len(waits) == 1
 
 
 def test_a_trajectory_is_sent_to_a_limited_number_of_slow_clients(play, byte_model, connect):

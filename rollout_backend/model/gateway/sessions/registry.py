@@ -178,6 +178,8 @@ class SessionRegistry:
         self._clock = clock
         self._sealer = sealer
         self._sessions: dict[str, OpenSession | _SealedSession] = {}
+        # Shares of sessions that are not open, while they owe for requests.
+        self._shares: dict[str, SessionShare] = {}
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self._journal = JournalWriter(journal, self._count_unjournaled) if journal is not None else None
         # Sessions that sent heartbeats or calls since the last call of `take_heartbeats`.
@@ -205,14 +207,16 @@ class SessionRegistry:
     def closed_count(self) -> int:
         return len(self._sessions) - self.open_count + len(self._closed)
 
-    def record_heartbeat(self, claims: SessionClaims) -> None:
-        """Record a heartbeat of the session's container.
+    def record_heartbeat(self, claims: SessionClaims) -> bool:
+        """Record a heartbeat of the session's container. Return whether it is the first since the trainer asked.
 
         Raises:
             ApiError: status 410 if the session was revoked, so the container may stop.
         """
         self.check_not_revoked(claims.session_id)
+        is_first = claims.session_id not in self._beats
         self._beats.add(claims.session_id)
+        return is_first
 
     async def report(self, claims: SessionClaims, **fields: Any) -> None:
         """Record what the session's agent reports of it: see `job_runtime`.
@@ -263,8 +267,7 @@ class SessionRegistry:
         if claims.session_id in self.reports:
             raise session_closed("its agent has completed the rollout")
         if not claims.is_recorded:
-            share = SessionShare(self.cpu, self._max_session_calls)
-            return OpenSession(claims, Conversations(self._bundle, self._experts), share=share)
+            return OpenSession(claims, Conversations(self._bundle, self._experts), share=self._new_share())
         await self._restore(claims)
         return self._find_open(claims)
 
@@ -308,8 +311,14 @@ class SessionRegistry:
             await asyncio.sleep(turn - now)
 
     def share(self, claims: SessionClaims) -> SessionShare:
-        """Return the share of this process that a key's session uses. Raises ApiError (410) if it was revoked."""
-        return self._find(claims).share
+        """Return the share of this process that a session uses, also before its first call and after its end."""
+        name = claims.session_id
+        if (session := self._sessions.get(name)) is not None:
+            return session.share
+        return self._shares.setdefault(name, self._new_share())
+
+    def _new_share(self) -> SessionShare:
+        return SessionShare(self.cpu, self._max_session_calls)
 
     async def revoke(self, session_ids: Iterable[str]) -> None:
         """Close these sessions, even if they have made no call yet, abort their calls and free their memory."""
@@ -331,6 +340,7 @@ class SessionRegistry:
         calls = self._close_all(over)
         self._closed = {name: until for name, until in self._closed.items() if until > now}
         self._revoked &= self._closed.keys()
+        self._shares = {name: share for name, share in self._shares.items() if share.cpu.used_s}
         self.reports = {name: report for name, report in self.reports.items() if report["until"] > now}
         # Without a trainer that polls, these sets only grow.
         if len(self._calls) > _MAX_HEARD:
@@ -371,11 +381,13 @@ class SessionRegistry:
     def _new_session(self, claims: SessionClaims) -> OpenSession:
         # The trainer makes the key right before it invokes the session.
         invoked_at = claims.expires_at - self._token_s
+        share = self.share(claims)
+        self._shares.pop(claims.session_id, None)
         session = OpenSession(
             claims,
             Conversations(self._bundle, self._experts),
             expires_at=claims.expires_at,
-            share=SessionShare(self.cpu, self._max_session_calls),
+            share=share,
             age_s=lambda: max(0.0, self._clock() - invoked_at),
         )
         if self._journal is not None:
