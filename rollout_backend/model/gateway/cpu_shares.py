@@ -33,8 +33,9 @@ _PART, _MIN_RATE = 0.5, 0.005
 # loop is busy for `_BUSY` of the time. The weight is then below `_PART`, so that equal sessions never wait.
 _BRIEF_S, _BRIEF_WEIGHT, _BUSY_WEIGHT = 0.002, 0.1, 0.4
 _BUSY, _LOOK_S = 0.7, 0.25
-# CPU time of the server and its framework for one request.
-_REQUEST_S = 0.0005
+# CPU time of the server and its framework for a model call, and for any other request. No agent needs many of the
+# others, so they count whole.
+_CALL_S, _REQUEST_S = 0.0005, 0.001
 
 
 class Worker:
@@ -154,12 +155,15 @@ class CpuShare:
         weight = 1.0 if seconds > _BRIEF_S else self._cpu.brief_weight()
         self._used_s = self.used_s + weight * seconds
 
-    async def enter(self) -> None:
+    async def enter(self, *, is_call: bool = False) -> None:
         """Begin a request: wait until the session has paid for its earlier work."""
         if self._entry.locked() or self.used_s > _BURST_S:
             async with self._entry:
                 await self._pay()
-        self.charge(_REQUEST_S)
+        if is_call:
+            self.charge(_CALL_S)
+        else:
+            self._used_s = self.used_s + _REQUEST_S
 
     async def _pay(self) -> None:
         if (excess := self.used_s - _BURST_S) > 0:

@@ -71,16 +71,16 @@ class SessionShare:
             self._requests -= 1
 
     @contextlib.asynccontextmanager
-    async def entry(self, limit: int = MAX_REQUESTS) -> AsyncIterator[None]:
+    async def entry(self, *, is_call: bool = False) -> AsyncIterator[None]:
         """Count a request like `request`, and wait until the session has paid for its earlier work."""
-        with self.request(limit):
-            await self.cpu.enter()
+        with self.request():
+            await self.cpu.enter(is_call=is_call)
             yield
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Begin a request like `entry`, and wait until it may be read, after the session's earlier ones."""
-        async with self.entry(), self._calls:
+        async with self.entry(is_call=True), self._calls:
             yield
 
     @contextlib.asynccontextmanager

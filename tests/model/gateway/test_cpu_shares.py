@@ -75,14 +75,14 @@ async def test_many_small_requests_and_steps_on_the_event_loop_are_charged(share
         pass
 
     for _ in range(100):
-        await share.enter()
+        await share.enter(is_call=True)
         await charge_to(share, work())
     # A call has three steps, of which one is its task's.
     assert clock.now - began > 100 * 3 * 0.05 / shares.rate * 0.9
     costs(monkeypatch, 0.0)
     small, began = CpuShare(shares), clock.now
     for _ in range(100_000):
-        await small.enter()
+        await small.enter(is_call=True)
     assert clock.now - began > (100_000 * 0.00005 - 0.5) / shares.rate * 0.9
 
 
@@ -93,7 +93,7 @@ async def test_brief_work_counts_more_while_the_event_loop_is_busy(shares, clock
         while True:
             clock.now += 0.0005
             before = clock.now
-            await share.enter()
+            await share.enter(is_call=True)
             if clock.now > before:
                 return requests
             requests += 1
@@ -111,7 +111,7 @@ async def test_sessions_that_share_a_busy_event_loop_equally_never_wait(clock, m
     each = [CpuShare(shares) for _ in range(sessions)]
     for number in range(100_000):
         clock.now += 0.0005
-        await each[number % sessions].enter()
+        await each[number % sessions].enter(is_call=True)
     shares.close()
 
 

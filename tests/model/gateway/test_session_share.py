@@ -392,7 +392,8 @@ def test_each_request_waits_until_its_session_has_paid_for_the_earlier_ones(
     async def sleep(seconds):
         waits.append(seconds)
 
-    monkeypatch.setattr(cpu_shares, "_REQUEST_S", 5.0)
+    for name in ("_CALL_S", "_REQUEST_S"):
+        monkeypatch.setattr(cpu_shares, name, 5.0)
     monkeypatch.setattr(registry, "CpuShares", partial(CpuShares, sleep=sleep))
     gateway = serve()
 
