@@ -45,51 +45,15 @@ def rollouts(metrics: dict[str, float], prefix: str = "rollouts/") -> dict[str, 
     return {key: value for key, value in ours.items() if value}
 
 
-async def test_lost_rollouts_do_not_reach_the_gradient(tmp_path: Path, training: Any) -> None:
-    tasks = [
+async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path, training: Any) -> None:
+    """Rollouts are lost in the first step. In the third a server reports a version that it does not serve, which the
+    metrics must show."""
+    first = [
         normal("segments", segments=3),
         {"name": "one-lost", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "raise"}},
         {"name": "all-lost", "rewards": [1.0] * GROUP, "do": dict.fromkeys("0123", "raise")},
+        *(normal(f"first-{i}") for i in range(2)),
     ]
-    async with training(tmp_path, tasks, len(tasks)) as run:
-        await run.start()
-        assert await run.ends() == 0, run.verl.log_tail()
-
-        rows = run.gradient(step=1)
-        assert {name: len(of_group) for name, of_group in rows.items()} == {"segments": 12, "one-lost": 3}
-        assert advantages(rows["segments"]) == pytest.approx(grpo([0.0, 1.0, 0.25, 0.5]), abs=1e-5)
-        assert advantages(rows["one-lost"]) == pytest.approx(grpo([0.0, 1.0, 0.25]), abs=1e-5)
-        trained = [value for of_group in rows.values() for row in of_group for value in row["advantages"]]
-        [metrics] = run.metrics()
-        assert metrics["critic/advantages/max"] == pytest.approx(max(trained))
-        assert metrics["critic/advantages/min"] == pytest.approx(min(trained))
-        is_trained_well(metrics)
-        assert run.versions(step=1) == {"0"}
-
-        [report] = run.reports()
-        # Once three of a group are lost, the fourth may be cancelled before it is lost too.
-        raised = 5 - report.reasons.get("cancelled: group_doomed", 0)
-        assert raised in (4, 5)
-        assert report.reasons["agent_error: agent_exception"] == raised
-        expected = {
-            "planned/sum": 12,
-            "trained/sum": 7,
-            "left_out/sum": 5,
-            "left_out/agent_error/sum": raised,
-            "left_out_by_reason/agent_error/agent_exception/sum": raised,
-            "groups_dropped/sum": 1,
-        }
-        assert rollouts(metrics).items() >= expected.items()
-        names = run.groups()
-        assert [names[group.task_id] for group in report.groups if not group.usable] == ["all-lost"]
-        await run.leaves_nothing()
-        archive = RunArchive(run.run_dir)
-        assert archive.read_info().starts[-1].current_state(archive.info_renewed_at()) == "ended"
-
-
-async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path, training: Any) -> None:
-    """In the third step a server reports a version that it does not serve, which the metrics must show."""
-    first = [normal(f"first-{i}") for i in range(5)]
     second = [normal(f"second-{i}") for i in range(5)]
     second[0]["columns"] = {"__rollout_n__": 2}  # fewer than the others, which have no such column
     # Their first model call comes after the engine serves the weights of version 0 as version 2.
@@ -109,6 +73,7 @@ async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path
         before, after, old = run.metrics()
         for metrics in (before, after):
             is_trained_well(metrics)
+        losses_do_not_reach_the_gradient(run, before)
         assert old["training/rollout_probs_diff_max"] > SAME, "old weights with a new version are not visible"
         assert [run.versions(step) for step in (1, 2, 3)] == [{"0"}, {"1"}, {"2"}]
 
@@ -124,11 +89,41 @@ async def test_each_step_trains_what_its_own_weights_have_sampled(tmp_path: Path
         info = archive.read_info()
         assert info is not None
         assert (info.starts[-1].by, info.starts[-1].state) == ("verl", "ended")
+        assert info.starts[-1].current_state(archive.info_renewed_at()) == "ended"
         [record] = archive.find_records("task-00005.1")
         [file] = archive.find_rollout("task-00005.1")
         assert record.is_of(Rollout.decode(file.read_bytes()))
         archive.close()
         await run.leaves_nothing()
+
+
+def losses_do_not_reach_the_gradient(run: Any, metrics: dict[str, float]) -> None:
+    """Check the first step, in which rollouts were lost."""
+    rows = run.gradient(step=1)
+    present = {"segments": 12, "one-lost": 3, "first-0": GROUP, "first-1": GROUP}
+    assert {name: len(of_group) for name, of_group in rows.items()} == present
+    assert advantages(rows["segments"]) == pytest.approx(grpo([0.0, 1.0, 0.25, 0.5]), abs=1e-5)
+    assert advantages(rows["one-lost"]) == pytest.approx(grpo([0.0, 1.0, 0.25]), abs=1e-5)
+    trained = [value for of_group in rows.values() for row in of_group for value in row["advantages"]]
+    assert metrics["critic/advantages/max"] == pytest.approx(max(trained))
+    assert metrics["critic/advantages/min"] == pytest.approx(min(trained))
+
+    report = run.report(step=1)
+    # Once three of a group are lost, the fourth may be cancelled before it is lost too.
+    raised = 5 - report.reasons.get("cancelled: group_doomed", 0)
+    assert raised in (4, 5)
+    assert report.reasons["agent_error: agent_exception"] == raised
+    expected = {
+        "planned/sum": 20,
+        "trained/sum": 15,
+        "left_out/sum": 5,
+        "left_out/agent_error/sum": raised,
+        "left_out_by_reason/agent_error/agent_exception/sum": raised,
+        "groups_dropped/sum": 1,
+    }
+    assert rollouts(metrics).items() >= expected.items()
+    names = run.groups()
+    assert [names[group.task_id] for group in report.groups if not group.usable] == ["all-lost"]
 
 
 async def push(run: Any, folder: Path, version: int) -> None:
