@@ -122,8 +122,8 @@ def test_a_step_of_4096_rollouts_survives_faults(seed):
     assert simulate(seed, planned=4096).violation is None
 
 
-# One for each kind of invariant, with the first seed that catches it. Where a change of the code alters the histories,
-# another seed catches it, later.
+# One for each kind of invariant, with the first seed that catches it. Once a change of the code alters the histories,
+# another seed may be the first.
 QUICK_MUTANTS = {
     "delete_before_store": 0,
     "dedupe_by_message_id": 0,
