@@ -25,7 +25,9 @@ from rollout_backend.workbench.local.scripted import ToolCall
 FOLDER = Path(__file__).parents[1] / "model" / "dialects" / "harnesses"
 ONE_ROW = ("first_call",)
 # Python 3.11 is too old for these.
-PYTHON = dict.fromkeys(("agency-swarm.txt", "fast-agent.txt", "mistral-vibe.txt", "openhands.txt"), "3.12")
+PYTHON = dict.fromkeys(
+    ("agency-swarm.txt", "fast-agent.txt", "mistral-vibe.txt", "openhands.txt", "terminus.txt"), "3.12"
+)
 
 
 def said(name: str, **arguments: object) -> str:
@@ -46,6 +48,12 @@ def react(tool: str, a: int = 0, b: int = 0) -> str:
     given = json.dumps({"a": a, "b": b} if b else {})
     parts = {"next_thought": "I add.", "next_tool_name": tool, "next_tool_args": given, "completed": ""}
     return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in parts.items())
+
+
+def typed(command: str = "", *, done: bool = False) -> str:
+    """Return a step of Terminus-2, which types a command."""
+    commands = [{"keystrokes": f"{command}\n", "duration": 0.5}] if command else []
+    return json.dumps({"analysis": "I see.", "plan": "I add.", "commands": commands, "task_complete": done})
 
 
 OLD, NEW = "return n + n + 1", "return n + n"
@@ -742,6 +750,55 @@ The calls of one `generateText` are one row. VoltAgent's memory merges them into
         "node strands.mjs",
         reasons=("first_call", "history_rewritten"),
         note="It drops the text of a reply that also calls a tool, and the next call opens a new row.",
+    ),
+    Harness(
+        "NeMo Agent Toolkit",
+        "nvidia-nat[langchain]",
+        "nemo-agent-toolkit.txt",
+        "python nemo_agent.py",
+        replies=(*SUMS[:2], "It is 9, and then 10."),
+        reasons=("first_call", "history_rewritten"),
+        note="""\
+A workflow's YAML takes the same fields. The calls of one run are one row. `tool_calling_agent` returns only the text
+of its answer, so the next run, whose history has no tool calls, opens a new row.""",
+    ),
+    Harness(
+        "Terminus-2",
+        "harbor",
+        "terminus.txt",
+        "python terminus.py",
+        replies=(
+            typed("echo $((2 + 3))"),
+            typed("echo $((5 + 4))"),
+            typed("echo $((9 + 1))"),
+            typed(done=True),
+            typed(done=True),
+        ),
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        note="""\
+It needs Python 3.12 and tmux. Harbor runs it outside the container; in a rollout, give it an environment that runs
+commands in its own container. The terminal's output is a user message: a template that leaves out the reasoning
+before the newest user message, such as Qwen3's, opens a new row for each call (`rerendered`).""",
+    ),
+    Harness(
+        name="Kimi Code",
+        install="@moonshot-ai/kimi-code node",
+        pins="kimi-code.json",
+        command='kimi -p "TASK"',
+        replies=(
+            f"I look first.\n{said('Bash', command='cat double.py')}",
+            said("Bash", command="sed -i 's/ + 1//' double.py"),
+            "It is fixed.",
+        ),
+        env={
+            "KIMI_MODEL_NAME": "MODEL",
+            "KIMI_MODEL_PROVIDER_TYPE": "openai",
+            "KIMI_MODEL_BASE_URL": "BASE_URL",
+            "KIMI_MODEL_API_KEY": "API_KEY",
+            "KIMI_MODEL_MAX_CONTEXT_SIZE": "CONTEXT_LENGTH",
+            "KIMI_DISABLE_TELEMETRY": "1",
+        },
+        note="It needs Node.js 22.19.",
     ),
 )
 
