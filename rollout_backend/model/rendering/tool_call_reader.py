@@ -19,7 +19,7 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,8 +33,9 @@ USABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 # Histories represent a call without arguments by one of these.
 NOTHING = (None, "")
 _UNIONS = ("anyOf", "oneOf", "allOf")
-# Limits the nesting of references and unions in a schema.
-_DEPTH = 16
+# An agent's schema may refer to itself from any number of branches.
+_MAX_PARTS = 1000
+_TYPED = frozenset({"type", "enum", "const"})
 # The templates of Qwen3.5 and Nemotron 3 print these.
 _LITERALS = {"True": True, "False": False, "None": None}
 # Any other name must be declared.
@@ -511,40 +512,44 @@ def loads(text: str) -> Any:
     return _DECODER.decode(text)
 
 
-def _branches(schema: Any, root: Any, depth: int = _DEPTH) -> Iterator[Mapping[str, Any]]:
-    """Yield the alternative schemas of a value, without references. An empty schema allows everything."""
-    if not isinstance(schema, Mapping) or not depth:
-        yield {}
-        return
-    if schema.get("nullable") is True:
-        yield {"type": "null"}
-    if "$ref" in schema:
-        yield from _branches(_resolved(schema["$ref"], root), root, depth - 1)
-    elif schema.keys() & {"type", "enum", "const"}:
-        yield schema
-    else:
-        below = [
-            (union, found)
-            for union in _UNIONS
-            for branch in _listed(schema.get(union))
-            for found in _branches(branch, root, depth - 1)
-        ]
-        narrow = [found for union, found in below if found or union != "allOf"]
-        yield from narrow or ({},)
+def _branches(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the alternative schemas that name types or values, without references."""
+    for part in _parts(schema, root, lambda part: "$ref" in part or _TYPED.isdisjoint(part)):
+        if part.get("nullable") is True:
+            yield {"type": "null"}
+        if "$ref" not in part and not _TYPED.isdisjoint(part):
+            yield part
 
 
-def _property(schema: Any, key: str, root: Any, depth: int = _DEPTH) -> Any:
+def _property(schema: Any, key: str, root: Any) -> Any:
     """Return the schema of an argument, or None."""
-    if not isinstance(schema, Mapping) or not depth:
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return properties[key]
-    below = [_resolved(schema["$ref"], root)] if "$ref" in schema else []
-    below += [branch for union in _UNIONS for branch in _listed(schema.get(union))]
-    found = (_property(branch, key, root, depth - 1) for branch in below)
-    more = schema.get("additionalProperties")
-    return next((one for one in found if one is not None), more if isinstance(more, Mapping) else None)
+    others: Any = None
+    for part in _parts(schema, root):
+        properties, more = part.get("properties"), part.get("additionalProperties")
+        if isinstance(properties, Mapping) and key in properties:
+            return properties[key]
+        others = more if others is None and isinstance(more, Mapping) else others
+    return others
+
+
+def _parts(
+    schema: Any, root: Any, has_parts: Callable[[Mapping[str, Any]], bool] = lambda part: True
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and those of its references and unions, each once, up to a number. `has_parts` is whether to
+    yield those of a part."""
+    rest, seen = [schema], set[int]()
+    for _ in range(_MAX_PARTS):
+        if not rest:
+            return
+        part = rest.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if has_parts(part):
+            below = [branch for union in _UNIONS for branch in _listed(part.get(union))[:_MAX_PARTS]]
+            rest += reversed(below)
+            rest += [_resolved(part["$ref"], root)] if "$ref" in part else []
 
 
 def _resolved(reference: object, root: Any) -> Any:

@@ -98,6 +98,30 @@ def test_the_schema_of_an_argument_is_found_in_unions_and_references():
     assert call.arguments == {"a": "1", "b": 1, "c": "1"}
 
 
+class Counted(dict):
+    """A schema that counts how often it is read, and ends a search that does not."""
+
+    reads = 0
+
+    def get(self, *args):
+        Counted.reads += 1
+        assert Counted.reads <= 100_000
+        return super().get(*args)
+
+
+@pytest.mark.parametrize("union", ["anyOf", "oneOf", "allOf"])
+def test_a_schema_that_refers_to_itself_from_many_branches_is_read_once(union):
+    Counted.reads = 0
+    chain = {f"c{i}": Counted({union: [{"$ref": f"#/$defs/c{i + 1}"}] * 2}) for i in range(20)}
+    itself = [{"$ref": "#/$defs/a"} for _ in range(30)]
+    whole = Counted({union: [{"$ref": "#/$defs/c0"}, *itself, STRING]})
+    parameters = {"$defs": {"a": whole, **chain}, "$ref": "#/$defs/a", "properties": {"b": {"$ref": "#/$defs/a"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>1</arg_value>" for key in "bc")
+    _, (call,) = read_calls(FORMATS["glm"], f"<tool_call>f{pairs}</tool_call>", tools)
+    assert call.arguments == {"b": "1", "c": 1}
+
+
 PIECES = {
     "qwen3.5": ("<tool_call>\n<function=f>\n<parameter=a>\n", "x</parameter>", "</function>\n", "</tool_call>"),
     "glm": ("<tool_call>f", "<arg_key>a</arg_key><arg_value>", "x</arg_value>", "</tool_call>"),
