@@ -443,10 +443,12 @@ class SageMakerService:
 
 
 def _is_refusal(error: ClientError) -> bool:
-    """Return whether a repeated call would be refused as well. A quota of sessions is free again once one ends."""
+    """Return whether a repeated call would be refused as well. A quota of sessions is free again once one ends, and
+    only a proxy's page has no code but its status."""
     if aws.status_of(error) >= 500 or aws.is_throttled(error) or aws.is_renewable(error):
         return False
-    return aws.code_of(error) != "ResourceLimitExceeded"
+    code = aws.code_of(error)
+    return code != "ResourceLimitExceeded" and not code.isdecimal()
 
 
 def _billed(session: Mapping[str, Any]) -> dict[str, int]:

@@ -4,6 +4,7 @@ Invariants:
 
 - Each call ends after `training_service.call_s`, however long the SDK repeats it.
 - A service that has restarted may have forgotten the session: it is opened again.
+- A refusal that does not have the form of the API comes from a proxy, and counts as no answer.
 """
 
 from __future__ import annotations
@@ -225,11 +226,15 @@ class TinkerService:
         try:
             async with asyncio.timeout(timeout_s or self._settings.call_s):
                 yield
-        except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
-            raise ConfigError(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error
-        except (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError) as error:
-            kind = Forgotten if forgets and isinstance(error, tinker.NotFoundError) else ConfigError
-            raise kind(f"{what}: {where} refuses it: {_text(error)}") from error
+        except tinker.APIStatusError as error:
+            if not isinstance(error.body, Mapping):
+                raise TrainingServiceError(f"{what}: a proxy answers for {where}: {_text(error)}") from error
+            if isinstance(error, (tinker.AuthenticationError, tinker.PermissionDeniedError)):
+                raise ConfigError(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error
+            if isinstance(error, (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError)):
+                kind = Forgotten if forgets and isinstance(error, tinker.NotFoundError) else ConfigError
+                raise kind(f"{what}: {where} refuses it: {_text(error)}") from error
+            raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
         except tinker.RequestFailedError as error:
             if str(getattr(error.category, "value", error.category)) == "user":
                 raise ConfigError(f"{what}: {where} refuses it: {_text(error)}") from error

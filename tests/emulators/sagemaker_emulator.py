@@ -49,6 +49,8 @@ class SageMakerFaults:
 
     errors: dict[str, list[str]] = field(default_factory=dict)
     """Codes with which the next calls of a name are refused, such as `ThrottlingException`, in order."""
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    """Statuses with which a proxy answers the next calls of a name, with a page of its own."""
     silent: set[str] = field(default_factory=set)
     """Calls of these names are not answered, and do nothing."""
     lost: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -214,6 +216,8 @@ class SageMakerEmulator:
         assert "/sagemaker/aws4_request" in request.headers["Authorization"]
         if name in self.faults.silent:
             await asyncio.Event().wait()
+        if pages := self.faults.pages.get(name):
+            return web.Response(status=pages.pop(0), text="<html>the service cannot be reached</html>")
         try:
             if errors := self.faults.errors.get(name):
                 raise Refusal(errors.pop(0), "the emulator was told to refuse this")

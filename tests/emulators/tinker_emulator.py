@@ -115,6 +115,8 @@ class TinkerFaults:
 
     statuses: dict[str, list[int]] = field(default_factory=dict)
     """HTTP statuses with which the next requests of a name are refused, in order."""
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    """The same of a proxy in front of the service, which answers with a page of its own."""
     silent: set[str] = field(default_factory=set)
     """Requests of these names are accepted and not answered."""
     failures: list[str] = field(default_factory=list)
@@ -292,6 +294,8 @@ class TinkerEmulator:
         self.keys_seen.add(request.headers.get("X-API-Key", ""))
         if name in self.faults.silent:
             await asyncio.Event().wait()
+        if pages := self.faults.pages.get(name):
+            return web.Response(status=pages.pop(0), text="<html>the service cannot be reached</html>")
         try:
             if statuses := self.faults.statuses.get(name):
                 raise Refusal(statuses.pop(0), "the emulator was told to refuse this")

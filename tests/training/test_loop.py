@@ -262,6 +262,19 @@ async def test_faults_of_the_service_repeat_a_step_from_its_checkpoint(
     assert trainer.history(record.state) == trainer.history(expected.state)
 
 
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+async def test_the_page_of_a_proxy_ends_no_training(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer, status: int
+) -> None:
+    config = settings(emulator.url, steps=1)
+    expected = await train(World(emulator.saved), config)
+    for name in ("create_model", "forward_backward", "optim_step", "save_weights", "retrieve_future"):
+        emulator.faults.pages[name] = [status]
+    record = await train(World(emulator.saved), config)
+    assert trainer.history(record.state) == trainer.history(expected.state)
+    assert not any(emulator.faults.pages.values())
+
+
 async def test_a_second_trainer_stops(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
     world, config = World(emulator.saved), settings(emulator.url)
 

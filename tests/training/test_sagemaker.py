@@ -200,6 +200,10 @@ _FAULTS: dict[str, dict[str, Any]] = {
     "a pass fails": {"failing": {"forwardBackward": ["out of memory"]}},
     "the optimizer fails with its session": {"failing": {"optimizerStep": ["a node is lost"]}, "session_fails": True},
     "a save fails": {"failing": {"saveWeights": ["S3 is busy"]}},
+    "a proxy answers calls": {
+        "pages": {name: [403, 404, 400] for name in ("CreateTrainingSession", "ExecuteTrainingOperation")}
+    },
+    "a proxy answers polls": {"pages": {"GetTrainingOperationResult": [404]}},
     "no quota": {"errors": {"CreateTrainingSession": ["ResourceLimitExceeded"] * 2}},
 }
 
@@ -218,6 +222,7 @@ async def test_faults_of_the_service_cost_time(emulator: SageMakerEmulator, faul
     np.testing.assert_array_equal(*(emulator.saved[each.sampler][1].logits for each in (record, expected)))
     assert not any(emulator.faults.errors.values())
     assert not any(emulator.faults.failing.values())
+    assert not any(emulator.faults.pages.values())
 
 
 async def test_a_silent_service_is_an_error_at_the_deadline(emulator: SageMakerEmulator) -> None:
