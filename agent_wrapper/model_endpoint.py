@@ -7,15 +7,21 @@ needs no other. A later one that fails never fails a rollout: it is retried soon
 missing heartbeats.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import ssl
 from functools import cache
+from typing import TYPE_CHECKING
 
 from agent_wrapper.contract import ModelEndpoint
 from agent_wrapper.shared.own_answers import GATEWAY, is_page, own_answer
 from agent_wrapper.shared.redaction import without_secrets
 from agent_wrapper.shared.threads import in_thread
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger("agent_wrapper")
 
@@ -51,9 +57,7 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
         while True:
             timeout_s = min(_TIMEOUT_S, max(_PAUSE_S, deadline - loop.time()))
             try:
-                async with asyncio.timeout(timeout_s), client.stream(method, url, timeout=None) as response:
-                    # What answers may be no gateway: read no more than its longest error.
-                    body = await anext(response.aiter_bytes(_READ), b"")
+                response, body = await _ask(client, method, url, timeout_s)
                 if response.is_success and not is_page(body):
                     return None
                 if response.status_code == 410 and beat_url is not None and own_answer(body, GATEWAY):
@@ -79,6 +83,13 @@ async def probe_endpoint(endpoint: ModelEndpoint, budget_s: float = PROBE_S, *, 
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
+async def _ask(client: httpx.AsyncClient, method: str, url: str, limit_s: float) -> tuple[httpx.Response, bytes]:
+    """Return a response and the beginning of its body. Raises TimeoutError, however slowly the rest arrives."""
+    async with asyncio.timeout(limit_s), client.stream(method, url, timeout=None) as response:
+        # What answers may be no gateway: read no more than its longest error.
+        return response, await anext(response.aiter_bytes(_READ), b"")
+
+
 def _describe(error: Exception) -> str:
     """Return the network's error: httpx's own message is "All connection attempts failed" for every reason."""
     cause: BaseException = error
@@ -94,18 +105,18 @@ async def send_heartbeats(url: str, api_key: str, every_s: float) -> None:
     import httpx
 
     headers = {"Authorization": f"Bearer {api_key}"}
-    async with httpx.AsyncClient(timeout=min(_TIMEOUT_S, every_s), verify=verify) as client:
+    async with httpx.AsyncClient(headers=headers, verify=verify) as client:
         while True:
             arrived = False
             try:
-                response = await client.post(url, headers=headers)
+                response, body = await _ask(client, "POST", url, min(_TIMEOUT_S, every_s))
             except Exception as error:
                 # The resolver's thread fails, too, if the agent has used up all threads.
                 logger.debug("a heartbeat did not arrive: %r", error)
             else:
-                if response.status_code == 410 and own_answer(response.content, GATEWAY):
+                if response.status_code == 410 and own_answer(body, GATEWAY):
                     return
-                arrived = response.is_success and not is_page(response.content)
+                arrived = response.is_success and not is_page(body)
             await asyncio.sleep(every_s if arrived else every_s / 3)
 
 

@@ -1,14 +1,24 @@
 """Fetch a session's trajectory from the gateway once the agent has ended."""
 
+from __future__ import annotations
+
+import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from agent_wrapper.contract import ContractError, ModelEndpoint, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from agent_wrapper.shared.own_answers import GATEWAY, is_page, own_answer
 
+if TYPE_CHECKING:
+    import httpx
+
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 30.0
+# One try may take as long, and longer with a large trajectory. The read timeout starts again with each byte.
+_TRY_S = 60.0
+_SLOWEST_BYTES_PER_S = 1024**2
 
 
 class TrajectoryUnavailable(Exception):
@@ -37,7 +47,7 @@ async def fetch_trajectory(
         if isinstance(error, httpx.HTTPStatusError):
             status = error.response.status_code
             return status in (408, 429) or status >= 500 or own_answer(error.response.content, GATEWAY) is None
-        return isinstance(error, httpx.TransportError)
+        return isinstance(error, (httpx.TransportError, TimeoutError))
 
     timeout = httpx.Timeout(min(_READ_TIMEOUT_S, budget_s), connect=min(_CONNECT_TIMEOUT_S, budget_s))
     retrying = tenacity.AsyncRetrying(
@@ -49,12 +59,10 @@ async def fetch_trajectory(
     # Without TLS there is nothing to verify, and reading the certificates would take 0.1 s.
     verify = not endpoint.trajectory_url.startswith("http://")
     try:
-        async with httpx.AsyncClient(timeout=timeout, verify=verify) as client:
+        async with asyncio.timeout(budget_s), httpx.AsyncClient(timeout=timeout, verify=verify) as client:
             async for attempt in retrying:
                 with attempt:
-                    response = await client.post(
-                        endpoint.trajectory_url, headers={"Authorization": f"Bearer {endpoint.api_key}"}
-                    )
+                    response = await _post(client, endpoint)
                     response.raise_for_status()
                     if is_page(response.content):
                         raise httpx.RemoteProtocolError("a proxy in front of the gateway answered with a page")
@@ -65,9 +73,22 @@ async def fetch_trajectory(
             raise TrajectoryTooLarge(error.response.json()["error"]["message"]) from error
         answer = f"{error.response.status_code}: {error.response.text[:200]}"
         raise TrajectoryUnavailable(f"the gateway answered the request for the trajectory with {answer}") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
         raise TrajectoryUnavailable(
             f"the gateway could not be asked for the trajectory at {endpoint.trajectory_url}: {error!r}"
         ) from error
     except ContractError as error:
         raise TrajectoryUnavailable(f"the gateway's trajectory cannot be read: {error}") from error
+
+
+async def _post(client: httpx.AsyncClient, endpoint: ModelEndpoint) -> httpx.Response:
+    """Return the whole response. Raises TimeoutError if it arrives too slowly."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with (
+        asyncio.timeout(_TRY_S) as limit,
+        client.stream("POST", endpoint.trajectory_url, headers=headers) as got,
+    ):
+        length = got.headers.get("Content-Length") or got.headers.get(RESULT_LIMIT_HEADER) or 0
+        limit.reschedule(asyncio.get_running_loop().time() + _TRY_S + int(length) / _SLOWEST_BYTES_PER_S)
+        await got.aread()
+    return got

@@ -1,6 +1,7 @@
 """The container as its callers see it, over HTTP, with S3 and SQS behind it."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -374,13 +375,15 @@ async def test_heartbeats_are_sent_while_the_agent_runs_even_if_the_gateway_fail
     block = sync_container.request(heartbeat_s=0.05, endpoint__heartbeat_url=f"{gateway.url}/beat")
     for name, value in cloud.env.items():
         monkeypatch.setenv(name, value)
-    app, post = RolloutApp(), httpx.AsyncClient.post
+    app, stream, calls = RolloutApp(), httpx.AsyncClient.stream, itertools.count()
 
-    async def fail_once(*args: object, **more: object) -> None:
-        monkeypatch.setattr(httpx.AsyncClient, "post", post)
-        raise RuntimeError("can't start new thread")
+    def fail_once(*args: object, **more: object) -> object:
+        # The first call is the probe's.
+        if next(calls) == 1:
+            raise RuntimeError("can't start new thread")
+        return stream(*args, **more)
 
-    monkeypatch.setattr(httpx.AsyncClient, "post", fail_once)
+    monkeypatch.setattr(httpx.AsyncClient, "stream", fail_once)
 
     @app.entrypoint
     async def agent(context: object) -> int:
