@@ -106,6 +106,7 @@ class KubernetesEmulator:
         self.service_accounts = {"default"}
         self.mesh = False
         self.watch_s = 60.0  # at most; then a watch ends with a bookmark
+        self.trickles = 0  # the number of next watches that something else answers, with blanks and no end
         self._tls = tls
         self._authority = authority
         self._objects: dict[tuple[str, str], dict[str, Any]] = {}  # by resource and name
@@ -355,6 +356,11 @@ class KubernetesEmulator:
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         answer, cut = web.StreamResponse(), self._cut
         await answer.prepare(request)
+        if self.trickles:
+            self.trickles -= 1
+            while not cut.is_set():
+                await answer.write(b" ")
+                await asyncio.sleep(0.01)
         seen, loop = int(request.query["resourceVersion"]), asyncio.get_running_loop()
         ends = loop.time() + min(self.watch_s, float(request.query["timeoutSeconds"]))
         while not cut.is_set():

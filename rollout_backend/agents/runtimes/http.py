@@ -89,7 +89,7 @@ class HttpRuntime(AgentRuntime):
         session_id = f"preflight-{uuid4()}"
         try:
             async with self._post("/stop", session_id) as reply:
-                body = await reply.content.read(500)
+                body = await aws.read_up_to(reply, MAX_BYTES)
         except (aiohttp.ClientError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             raise PreflightError(f"{self._url}/stop is not answered ({why}): see the server's log") from error

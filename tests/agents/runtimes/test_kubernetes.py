@@ -13,13 +13,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 from pydantic import ValidationError
 
 from agent_wrapper.contract import PAYLOAD_VARIABLE, REQUEST_FIELD, RolloutRequest
-from builders import background, eventually, run_config, skip_to_end
+from builders import background, eventually, run_config, served, skip_to_end
 from kubernetes_bench import IMAGE, Bench, Containers, payload
+from rollout_backend.agents.runtimes.kubernetes import api
 from rollout_backend.agents.runtimes.kubernetes.api import ExecPlugin, load_cluster, proxy_of
 from rollout_backend.agents.runtimes.kubernetes.manifests import job_manifest
 from rollout_backend.agents.runtimes.kubernetes.pods import pod_state
@@ -208,6 +211,34 @@ async def test_a_quota_of_pods_is_a_refusal_of_the_same_session(open_bench):
         with contextlib.suppress(QuotaExceeded):  # as before, if the cluster takes long: its event is still there
             await bench.runtime.invoke("rollout-1", payload("rollout-1"))
     assert len(bench.containers.started) == 1
+
+
+async def test_a_watch_that_something_else_answers_without_an_end_is_opened_again(open_bench, monkeypatch):
+    monkeypatch.setattr(api, "_WATCH_S", 1)
+    monkeypatch.setattr(api, "_LATE_S", 0)
+    bench = await open_bench()
+    bench.cluster.trickles = 2
+    bench.cluster.cut_watches()
+    await bench.runtime.invoke("rollout-1", payload("rollout-1"))
+    assert bench.cluster.trickles == 0
+
+
+async def test_a_refusal_that_arrives_in_pieces_is_the_api_servers():
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(status=409)
+        await answer.prepare(request)
+        status = b'{"kind": "Status", "reason": "AlreadyExists", "message": "the Job exists"}'
+        for piece in (status[:20], status[20:]):
+            await answer.write(piece)
+            # The client reads the first piece alone.
+            await asyncio.sleep(0.1)
+        return answer
+
+    async with served(refuse) as url, aiohttp.ClientSession() as http:
+        with pytest.raises(api.ClusterError, match="AlreadyExists"):
+            await api.KubernetesApi(api.Cluster(url, None, api.ClusterCredentials(None)), "default", http).call(
+                "POST", "/"
+            )
 
 
 @pytest.mark.parametrize(

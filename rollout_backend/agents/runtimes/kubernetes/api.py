@@ -35,6 +35,7 @@ import aiohttp
 import yaml
 
 from agent_wrapper.shared.own_answers import KUBERNETES, own_answer
+from rollout_backend.base import aws
 from rollout_backend.base.addresses import host_port
 from rollout_backend.base.child_process import run_child
 from rollout_backend.config import KubernetesConfig
@@ -46,8 +47,9 @@ _REFUSED_OF_USER = ("username", "password", "auth-provider", "as", "as-uid", "as
 _EXEC_S = 60.0
 _RENEW_BEFORE_S = 60.0
 _MAX_RETRY_AFTER_S = 60.0
-# The server ends a watch after this many seconds, so a silently dropped connection is noticed soon after.
-_WATCH_S = 60
+_MAX_ERROR_BYTES = 64_000
+# The server ends a watch after this many seconds. One that lasts longer was dropped, or something else answers.
+_WATCH_S, _LATE_S = 60, 15
 
 
 class ClusterCredentials:
@@ -287,7 +289,7 @@ class KubernetesApi:
     async def watch(self, path: str, **query: str) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """Open a watch, which yields events until the server ends it. Raises like `call`."""
         query |= {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_WATCH_S + 15)
+        timeout = aiohttp.ClientTimeout(total=_WATCH_S + _LATE_S, sock_connect=10.0)
         async with self._request("GET", path, query, timeout=timeout) as reply:
             yield _events(reply)
 
@@ -329,7 +331,7 @@ async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]
 
 
 async def _error(reply: aiohttp.ClientResponse) -> ClusterError | aiohttp.ClientError:
-    text = (await reply.content.read(64_000)).decode(errors="replace")
+    text = (await aws.read_up_to(reply, _MAX_ERROR_BYTES)).decode(errors="replace")
     status = own_answer(text, KUBERNETES)
     if status is None and reply.status < 500 and reply.status not in (401, 408, 429):
         return aiohttp.ClientPayloadError(
