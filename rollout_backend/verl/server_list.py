@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 import ray
 
-from rollout_backend.verl.verl_api import server_actors, server_addresses
+from rollout_backend.verl import verl_api
 from rollout_backend.verl.vllm_middleware import attach
 
 log = logging.getLogger(__name__)
@@ -166,10 +166,11 @@ class VllmServers:
         Raises:
             RayError: the load balancer or a server does not answer.
         """
-        listed = server_addresses(self._load_balancer)
+        listed = verl_api.server_addresses(self._load_balancer)
         self._attached &= set(listed)
         if joined := set(listed) - self._attached:
-            actors = server_actors(self._load_balancer)
-            ray.get([actors[address].__ray_call__.remote(attach) for address in joined])
+            actors = verl_api.server_actors(self._load_balancer)
+            joining = [actors[address].__ray_call__.remote(attach) for address in joined]
+            ray.get(joining, timeout=verl_api.ANSWER_S)
             self._attached |= joined
         return listed

@@ -25,6 +25,9 @@ from rollout_backend.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SUPPORTED = "0.9.1"
+ANSWER_S = 60.0
+"""Time limit for an answer of one of verl's actors, which answers from memory. Ray itself would wait without one for
+an actor that lives and hangs."""
 ADAPTER = "verl_actor_lora_name"
 """The LoRA adapter that verl trains: its name in verl's SGLang servers. The middleware gives it to vLLM's, too."""
 
@@ -133,7 +136,7 @@ def server_addresses(balancer: Any) -> list[str]:
     """
     import ray
 
-    return sorted(ray.get(attribute(balancer, "get_all_servers").remote()))
+    return sorted(ray.get(attribute(balancer, "get_all_servers").remote(), timeout=ANSWER_S))
 
 
 def server_actors(balancer: Any) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def server_actors(balancer: Any) -> dict[str, Any]:
     """
     import ray
 
-    actors: dict[str, Any] = ray.get(balancer.__ray_call__.remote(_servers))
+    actors: dict[str, Any] = ray.get(balancer.__ray_call__.remote(_servers), timeout=ANSWER_S)
     return actors
 
 

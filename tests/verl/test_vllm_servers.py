@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,8 @@ from starlette.applications import Starlette
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_backend.model.serving.server_process import free_port
-from rollout_backend.verl.server_list import VllmServers
+from rollout_backend.verl import verl_api
+from rollout_backend.verl.server_list import ServerList, VllmServers
 from rollout_backend.verl.vllm_middleware import INFO, WeightVersions
 
 pytestmark = pytest.mark.slow
@@ -72,3 +73,25 @@ def test_servers_report_the_version_of_their_actor_as_they_join() -> None:
     assert servers.addresses() == sorted([first, second])
     ray.get(actors[1].set_global_steps.remote(9))
     assert (version_at(first), version_at(second)) == ("7", "9")
+
+
+@ray.remote
+class Silent:
+    """A load balancer that takes calls and answers none."""
+
+    async def get_all_servers(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_the_list_stays_unchanged_if_verl_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_api, "ANSWER_S", 0.5)
+    addresses = VllmServers(Silent.remote()).addresses
+    followed: list[str] = []
+
+    async def follow(urls: Sequence[str]) -> None:
+        followed[:] = urls
+
+    servers = ServerList(["http://a"], lambda: asyncio.to_thread(addresses), follow, labelled=True)
+    async with asyncio.timeout(60):
+        await servers.begin_batch(3)
+    assert followed == ["http://a"]
