@@ -168,13 +168,15 @@ def rows_of(
         return Rows(masked="routed_experts")
     rows = []
     moved = np.count_nonzero(without_row) if pieces else 0
+    # A row has the rewards of all turns, and its own on their tokens.
+    total = math.fsum(chain(without_row, *(each for _, _, each in pieces)))
     for index, (segment, cut, turn_rewards) in enumerate(pieces):
         scores, own = _turn_scores(segment, cut, turn_rewards)
         moved += np.count_nonzero(turn_rewards) - own
         if own_turns_only:
             others = without_row if index == len(pieces) - 1 else []
         else:
-            others = [*without_row, *chain(*(each for i, (_, _, each) in enumerate(pieces) if i != index))]
+            others = [total, *(-each for each in turn_rewards)]
         scores[-1] += math.fsum((rollout.reward, *others))
         row = _row(segment, cut, rollout, index, scores.astype(np.float32), own)
         rows.append(row if experts is None else replace(row, routed_experts=_routed(segment, cut)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import Rollout, Segment
+from rollout_backend.core import rows as rows_module
 from rollout_backend.core.rows import Row, Rows, rows_of
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields
@@ -102,6 +104,16 @@ def test_every_reward_is_trained_once_and_each_that_moved_is_counted(found, rewa
         own = sum(row.turn_rewards for row in whole)
         assert own + whole.moved_turn_rewards == sum(each != 0 for each in of_turns)
         assert alone.moved_turn_rewards == whole.moved_turn_rewards
+
+
+def test_the_work_is_linear_in_the_segments(monkeypatch) -> None:
+    added = []
+    monkeypatch.setattr(
+        rows_module, "math", SimpleNamespace(fsum=lambda values: added.extend(given := [*values]) or math.fsum(given))
+    )
+    found = rows_of(rollout(1.0, (0.5,) * 200, *[segment(1)] * 200), 1, 9)
+    assert scores(found) == [[101.0]] * 200
+    assert len(added) <= 5 * 200
 
 
 # --- advantages and gradient, computed by hand ------------------------------------------------------------
