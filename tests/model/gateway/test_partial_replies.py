@@ -12,6 +12,7 @@ from rollout_backend.core.routed_experts import ExpertRows, unpack
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions.conversations import Conversations
 from rollout_backend.model.rendering.renderer import load_renderer
+from rollout_backend.model.rendering.reply import read_tokens
 from rollout_backend.model.rendering.segments import Completion
 from vocabularies import tokenizer_folder
 
@@ -136,6 +137,18 @@ def test_what_is_no_beginning_opens_a_row(bundle, back):
     session.say([ASK, back, NEXT])
     assert session.trained() == [[SAMPLED + "<|im_end|>"], ["Done.<|im_end|>"]]
     assert session.live.closed == 1
+
+
+def test_a_reply_is_compared_once_with_what_replaced_it(bundle, monkeypatch):
+    """An agent keeps only its own words for each reply, and shows all of them in each call."""
+    session, reads, history = Session(bundle), [], [ASK]
+    where = "rollout_backend.model.gateway.sessions.conversations.read_tokens"
+    monkeypatch.setattr(where, lambda *args: (reads.append(0), read_tokens(*args))[1])
+    for number in range(30):
+        session.live.record(session.live.prepare(history, TOOLS), session.completion(SAMPLED), FULL)
+        history = [*history, assistant(f"summary {number}"), NEXT]
+    assert len(session.live.recorder.segments()) == 30
+    assert 0 < len(reads) <= 2 * 30
 
 
 @pytest.mark.parametrize("closes", [False, True])

@@ -198,7 +198,7 @@ class RecordedReply(NamedTuple):
 class Conversations:
     """The conversations of one session.
 
-    `prepare` and `extend` do not modify shared state, so they may run in another thread.
+    `prepare` and `extend` modify only memos, so they may run in another thread.
     """
 
     def __init__(self, bundle: RendererBundle, experts: ExpertShape | None = None) -> None:
@@ -211,6 +211,8 @@ class Conversations:
         # The numbers of replies, by tools and conversation.
         self._answers: dict[tuple[_Digest, _Digest], list[int]] = {}
         self._texts: list[int] = []
+        # Messages that repeat none of the replies to their question, by digest. Each call shows them again.
+        self._rewritten: set[_Digest] = set()
         # Replies whose client closed the stream and that no call continues.
         self._closed: list[int] = []
         self._left_out: list[TurnPosition] = []
@@ -513,12 +515,13 @@ class Conversations:
                 found = next(self._turns[key] for mark in _marks(back) if (key := (*end, mark)) in self._turns)
                 return n, Continued(*found, back, chain[n - 1])
             asked = self._answers.get((tools_digest, chain[n - 2])) if n > 1 and back["role"] == "assistant" else None
-            if asked is None:
+            if asked is None or (told := _digest(tools_digest + chain[n - 2], [asked[-1], back])) in self._rewritten:
                 continue
             if brief:
                 return None
             if (part := self._part_read(asked, back, tools, defaults)) is not None:
                 return n, Continued(*part, back, chain[n - 1])
+            self._rewritten.add(told)
         return None
 
     def _part_read(
