@@ -178,9 +178,6 @@ LIMITED = {
     "model/relay/relay_server.py": {"dialer"},  # answers a request, and calls nobody
     "run/lease.py": {"invoke", "stop"},  # `TimedCalls` is inside
     "run/services.py": {"_start"},  # each adapter limits its checks, some of which wait for a deployment
-    "agents/runtimes/kubernetes/api.py": {
-        "_request"
-    },  # the session has a total timeout, a watch one between its events
     # `KubernetesApi` limits each call, and `run_verifier` the wait for its container.
     "run/scoring/verifier_jobs.py": {"_run", "stop", "stop_earlier"},
     # Sessions with a total timeout, and `control_client`, which limits its block.
