@@ -402,7 +402,7 @@ class RolloutManager:
         try:
             await asyncio.wait([running, *run.background], return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                current.abort(run.failure())
+                current.early_end.abort(run.failure())
             result = await running
             if not await run.lease.try_to_confirm():
                 log.warning("S3 does not answer: another manager may have taken the run over")
@@ -411,7 +411,7 @@ class RolloutManager:
             raise
         except CircuitOpen as error:
             for other in self._steps.values():
-                other.abort(error)
+                other.early_end.abort(error)
             raise
         except asyncio.CancelledError:
             await cancel_all([running])

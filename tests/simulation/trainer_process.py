@@ -293,7 +293,7 @@ class TrainerProcess:
                 assert entry.outcome is not None
                 checks.settled_here(step, entry.rollout_id, entry.outcome, entry.reason)
             except Violation as found:  # raised here, it would leave the rollout's task waiting for ever
-                asyncio.get_running_loop().call_soon(step.abort, found)
+                asyncio.get_running_loop().call_soon(step.early_end.abort, found)
             if not entry.by_result:
                 self._world.note(f"settled here: {entry.rollout_id} {entry.outcome} {entry.reason}")
 
@@ -366,7 +366,7 @@ async def _unless_lost(step: Step, lease: RunLease) -> StepResult:
         await asyncio.wait({running, losing}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             assert lease.lost is not None
-            step.abort(lease.lost)
+            step.early_end.abort(lease.lost)
         result = await running
         await lease.try_to_confirm()
         return result

@@ -15,7 +15,9 @@ class EarlyEnd:
         self.requested = asyncio.Event()
 
     def abort(self, error: BaseException) -> None:
-        """End the step now. The first error counts, unless a later one leaves the sessions open."""
+        """End the step now, and settle open rollouts as lost to the infrastructure. `Step.run` raises the first
+        error, but a later RunHeld or CloudLost replaces it: the sessions then belong to another manager or are gone.
+        """
         leave_open = isinstance(error, (RunHeld, CloudLost))
         if self.error is None or leave_open:
             self.error = error

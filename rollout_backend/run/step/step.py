@@ -56,12 +56,13 @@ class Step:
         self._on_group = on_group
         self._policy = GroupPolicy(services.config.group)
         self._context = StepContext(request, services, self.groups)
-        self._early_end = self._context.early_end
+        self.early_end = self._context.early_end
         self.ledger = self._context.ledger
         self._plan = self._context.plan
         self._sessions = self._context.sessions
         self._changed = self._context.changed
         self.results = StepResults(self._context, self.rollouts, self.groups)
+        self.latencies = self.results.latencies
         self.totals = StepTotals(self.results.records)
         self._absence_check = AbsenceCheck(self._context, self.results)
         self._complete: set[str] = set()
@@ -83,7 +84,7 @@ class Step:
             StoreError: S3 refused the step's manifest until the step's deadline; nothing was dispatched.
             RunHeld: another manager has taken the run over.
             CircuitOpen: the run's breaker has opened, in this step or before it.
-            The error passed to `abort`.
+            The error passed to `early_end.abort`.
         """
         bind_log_fields(step=self.step)
         began = self._silence_checked_at = asyncio.get_running_loop().time()
@@ -93,11 +94,11 @@ class Step:
         self._plan.deadline = began + config.timeouts.collection_s
         buffer.attach(self.results)
         listing = asyncio.create_task(buffer.list_when_idle(self.results, config.collect))
-        listing.add_done_callback(self._early_end.abort_on_failure)
+        listing.add_done_callback(self.early_end.abort_on_failure)
         try:
-            await first_of(self._collect(), self._early_end.requested.wait())
+            await first_of(self._collect(), self.early_end.requested.wait())
         except RunHeld as error:
-            self.abort(error)
+            self.early_end.abort(error)
             raise
         except asyncio.CancelledError:
             self._settle_open("aborted", "the step was cancelled from outside")
@@ -113,8 +114,8 @@ class Step:
                 # The breaker must also learn that no rollout of a cancelled step runs any more.
                 self._report_to_breaker()
         self._report_groups(self.groups.values())
-        if self._early_end.error is not None:
-            raise self._early_end.error
+        if self.early_end.error is not None:
+            raise self.early_end.error
         self.ledger.reconcile()
         resume_count = self._plan.manifest.resume_count
         await self._services.blocklist.record_step(self.ledger, resume_count, self._context.request)
@@ -151,13 +152,13 @@ class Step:
 
     async def _collect(self) -> None:
         self._report_to_breaker()
-        if self._early_end.error is None:
+        if self.early_end.error is None:
             await self._begin()
-        while self._early_end.error is None:
+        while self.early_end.error is None:
             self._changed.clear()
             self._report_to_breaker()
             changed = [self.groups[task_id] for task_id in self.ledger.take_changed_groups()]
-            if self._early_end.error is not None or self._apply_policy(changed):
+            if self.early_end.error is not None or self._apply_policy(changed):
                 return
             self._report_groups(changed)
             now = asyncio.get_running_loop().time()
@@ -217,17 +218,12 @@ class Step:
 
     # --- end of the step ----------------------------------------------------------------------------------
 
-    def abort(self, error: BaseException) -> None:
-        """End the step now, and settle open rollouts as lost to the infrastructure. `run` raises the first error, but
-        a later RunHeld or CloudLost replaces it, because the sessions then belong to another manager or are gone."""
-        self._early_end.abort(error)
-
     async def _wind_up(self) -> None:
         """Settle the open rollouts, and wait until every session is closed and every task is over."""
-        if self._early_end.error is not None:
+        if self.early_end.error is not None:
             for rollout in self._open_rollouts():
-                rollout.settle(Outcome.INFRA_ERROR, RUN_FAILED, str(self._early_end.error))
-        if self._early_end.leave_open:
+                rollout.settle(Outcome.INFRA_ERROR, RUN_FAILED, str(self.early_end.error))
+        if self.early_end.leave_open:
             await self._leave()
             return
         self._settle_open("step_over", "the step was over before this rollout was")
@@ -243,7 +239,7 @@ class Step:
         await self._sessions.wait_closed()
         # Otherwise sessions may be open, and the next trainer needs the records.
         sessions = self._sessions
-        if sessions.earlier_known and not self._early_end.leave_open and not self.ledger.unclosed_sessions:
+        if sessions.earlier_known and not self.early_end.leave_open and not self.ledger.unclosed_sessions:
             manifest = self._plan.manifest
             if not running or await self._plan.record_closed(manifest.attempts_before + manifest.attempts):
                 await self._services.in_flight.delete(self.step)
@@ -289,11 +285,6 @@ class Step:
 
         return self.results.records.lines(ends_at)
 
-    @property
-    def latencies(self) -> list[float]:
-        """Return the seconds from the announcement to the arrival of each announced result."""
-        return self.results.latencies
-
     def _report_to_breaker(self) -> None:
         """Report settled rollouts to the circuit breaker, and abort the step if the breaker is open."""
         breaker, now = self._services.breaker, asyncio.get_running_loop().time()
@@ -302,8 +293,8 @@ class Step:
             breaker.record_settled(settled[i], now, self._services.log_of(settled[i]))
         self._reported_to_breaker = len(settled)
         breaker.evaluate(self.step, self.ledger.phases()[Phase.RUNNING])
-        if breaker.opened is not None and self._early_end.error is None:
-            self.abort(CircuitOpen(breaker.opened))
+        if breaker.opened is not None and self.early_end.error is None:
+            self.early_end.abort(CircuitOpen(breaker.opened))
 
     def _report_groups(self, groups: Iterable[Group]) -> None:
         for group in groups:

@@ -153,7 +153,7 @@ class Containers:
         step = Step(StepRequest(0, tasks, config.sampling), services)
         result = None
         if killed_at is not None:
-            asyncio.get_running_loop().call_later(killed_at, step.abort, RunHeld("by another manager"))
+            asyncio.get_running_loop().call_later(killed_at, step.early_end.abort, RunHeld("by another manager"))
         with contextlib.suppress(RunHeld):
             result = await step.run()
         searching.cancel()

@@ -68,7 +68,7 @@ async def run_trainer(
         step = Step(StepRequest(number, tasks, CONFIG.sampling, same_weights=same, **named), services)
         if number == killed_in:
             agents.hang.set()
-            asyncio.get_running_loop().call_later(10, step.abort, RunHeld("killed"))
+            asyncio.get_running_loop().call_later(10, step.early_end.abort, RunHeld("killed"))
         with contextlib.suppress(RunHeld):
             [by] = {int(rollout.reward or 0) for rollout in (await step.run()).rollouts}
             sampled[number] = by

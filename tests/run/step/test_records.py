@@ -56,7 +56,7 @@ async def test_an_aborted_and_a_cancelled_step_have_records(open_bench):
             lambda step=step: step.ledger.counts()[Outcome.COMPLETED] and not step.ledger.phases()["planned"]
         )
         if end == "abort":
-            step.abort(CircuitOpen("too many"))
+            step.early_end.abort(CircuitOpen("too many"))
         else:
             running.cancel()
         with pytest.raises(CircuitOpen if end == "abort" else asyncio.CancelledError):

@@ -107,7 +107,7 @@ async def test_an_abort_does_not_wait_for_s3(open_bench):
     step = bench.step("a")
     running = asyncio.create_task(step.run())
     await asked.wait()
-    step.abort(CircuitOpen("enough"))
+    step.early_end.abort(CircuitOpen("enough"))
     with pytest.raises(CircuitOpen):
         await running
 

@@ -17,6 +17,7 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
+from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.run.dispatch.call_queue import CallKind
 from rollout_backend.run.dispatch.dispatcher import Dispatcher
 from rollout_backend.run.step.rollout_task import RolloutTask
@@ -97,16 +98,22 @@ def stops_not_retried() -> Patch:
 @mutant
 def stopped_steps_leave_sessions_open() -> Patch:
     """A step that the circuit breaker ends does not close its running sessions."""
-    abort = Step.abort
+    run = Step.run
 
-    def broken(self: Step, error: BaseException) -> None:
-        for task in self.rollouts.values():
-            if task.running is not None:
-                task.running.cancel()
-        self.ledger.open_sessions.clear()
-        abort(self, error)
+    async def broken(self: Step) -> StepResult:
+        abort = self.early_end.abort
 
-    return patch.object(Step, "abort", broken)
+        def leave_open(error: BaseException) -> None:
+            for task in self.rollouts.values():
+                if task.running is not None:
+                    task.running.cancel()
+            self.ledger.open_sessions.clear()
+            abort(error)
+
+        with patch.object(self.early_end, "abort", leave_open):
+            return await run(self)
+
+    return patch.object(Step, "run", broken)
 
 
 @mutant
