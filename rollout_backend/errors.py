@@ -13,6 +13,7 @@
     │   ├── Throttled              429: retried until the deadline, at a lower rate
     │   ├── QuotaExceeded          402: too many sessions; retried in the same way
     │   ├── RuntimeConflict        409: retried until the deadline, at the same rate
+    │   ├── LeaseUnconfirmed       not sent, as another manager may have the run: retried until the deadline
     │   ├── RuntimeNotReady        the runtime of a task's image is being created: retried in the same way
     │   ├── RuntimeUnavailable     503, or no connection: retried like Throttled. After another 5xx the session may
     │   │                          be open: it is closed, and another attempt is made
@@ -108,6 +109,10 @@ class RuntimeConflict(RuntimeCallError):
     never_opened = refused = True
 
 
+class LeaseUnconfirmed(RuntimeCallError):
+    never_opened = refused = True
+
+
 class RuntimeNotReady(RuntimeConflict):
     reason = "runtime_not_ready"
 
@@ -143,13 +148,7 @@ class ContainerStartTimeout(RuntimeCallError):
         self.reason = reason
 
 
-_NEVER_OPENED = frozenset(
-    {"runtime_not_found", "runtime_create_failed", "access_denied", "credentials_expired", "run_taken_over"}
-)
-
-
-# No later invoke of this run can succeed.
-_FINAL = frozenset({"credentials_expired", "run_taken_over"})
+_NEVER_OPENED = frozenset({"runtime_not_found", "runtime_create_failed", "access_denied", "credentials_expired"})
 
 
 class InvokeRejected(RuntimeCallError):
@@ -159,7 +158,8 @@ class InvokeRejected(RuntimeCallError):
         super().__init__(message)
         self.reason = reason
         self.never_opened = reason in _NEVER_OPENED
-        self.final = reason in _FINAL
+        # No later invoke of this run can succeed.
+        self.final = reason == "credentials_expired"
 
 
 class RunHeld(RolloutBackendError):

@@ -34,17 +34,15 @@ from rollout_backend.agents.runtimes.base import SessionCalls
 from rollout_backend.base.logs import report_failure
 from rollout_backend.base.retry import retry_until
 from rollout_backend.errors import (
-    InvokeRejected,
+    LeaseUnconfirmed,
     ResultMissing,
     RolloutBackendError,
     RunHeld,
-    RuntimeCallError,
     StoreError,
     WriteConflict,
 )
 from rollout_backend.run.collect.manifest_store import largest_fencing_token
 from rollout_backend.run.collect.store import ObjectStore
-from rollout_backend.run.dispatch.call_queue import CallQueue
 
 log = logging.getLogger(__name__)
 
@@ -254,13 +252,21 @@ class RunLease:
         A manager that could not renew its lease must not return a step's result, or stop a session, before it knows
         whether another manager has taken the run over. Raises RunHeld.
         """
-        left_s = self._renewed_at + _VALID_SHARE * self._lease_s + self._retry_s - _clock()
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
+            async with asyncio.timeout(max(0.0, self._left_s)):
                 await self.wait_confirmed()
         except TimeoutError:
             return False
         return True
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether S3 has not answered for minutes after the lease's end."""
+        return self._left_s <= 0
+
+    @property
+    def _left_s(self) -> float:
+        return self._renewed_at + _VALID_SHARE * self._lease_s + self._retry_s - _clock()
 
     async def release(self) -> None:
         """Release the lease, so that the next manager need not wait for it to expire."""
@@ -386,31 +392,27 @@ class RunLease:
 
 
 class FencedRuntime:
-    """A runtime that starts and stops sessions only while this manager's lease is valid."""
+    """A runtime that starts and stops sessions only while this manager's lease is valid.
 
-    def __init__(self, runtime: SessionCalls, lease: RunLease, calls: CallQueue) -> None:
-        """`calls` must have admitted each call."""
+    The call queue waits for the lease. A call whose lease has expired since its admission raises LeaseUnconfirmed.
+    """
+
+    def __init__(self, runtime: SessionCalls, lease: RunLease) -> None:
         self._runtime = runtime
         self._lease = lease
-        self._calls = calls
 
     async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        while not self._lease.is_confirmed:
-            try:
-                await self._lease.wait_confirmed()
-            except RunHeld as error:
-                raise InvokeRejected(str(error), reason="run_taken_over") from error
-            # All waiting calls would be sent together.
-            await self._calls.admit_again()
+        self._require_lease()
         return await self._runtime.invoke(session_id, payload)
 
     async def stop(self, session_id: str) -> bool | None:
-        """Stop a session, which another manager that has taken the run over may have adopted. Raises RunHeld."""
-        while not self._lease.is_confirmed:
-            if not await self._lease.try_to_confirm():
-                raise RuntimeCallError("S3 does not answer, so another manager may have taken the run over")
-            await self._calls.admit_again()
+        """Stop a session, which another manager that has taken the run over may have adopted."""
+        self._require_lease()
         return await self._runtime.stop(session_id)
+
+    def _require_lease(self) -> None:
+        if not self._lease.is_confirmed:
+            raise LeaseUnconfirmed("another manager may have taken the run over: its lease could not be renewed")
 
     def adopt(self, session_id: str, payload: Callable[[], bytes]) -> None:
         self._runtime.adopt(session_id, payload)

@@ -126,6 +126,7 @@ class RunServices:
             raise_problems(await runtime.check(config.timeouts.session_s) or ())
         self.limits, self.agent = runtime.limits(), runtime.describe()
         admission = CallQueue.from_config(self.limits)
+        admission.lease = self.lease
         secret = await self._read(lambda: run_secret(config))
         janitor = await self._start_janitor(stack, runtime)
         presigner = Presigner(config.storage, config.aws)
@@ -160,8 +161,8 @@ class RunServices:
         if config.runtime.invokes_last:
             invoke_s += config.timeouts.session_s
             raise_file_limit(config.runtime.max_sessions + _OTHER_FILES)
-        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), invoke_s, stop_s), self.lease, admission)
-        poll = FencedRuntime(TimedCalls(runtime, invoke_s, stop_s), self.lease, admission).invoke
+        calls = FencedRuntime(TimedCalls(janitor.watch(runtime), invoke_s, stop_s), self.lease)
+        poll = FencedRuntime(TimedCalls(runtime, invoke_s, stop_s), self.lease).invoke
         self.for_steps = StepServices(
             config=config,
             runtime=runtime,

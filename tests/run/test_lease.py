@@ -16,17 +16,15 @@ from agent_wrapper.contract import ContractError, manifest_key
 from agent_wrapper.shared.processes import boot_clock
 from rollout_backend.config import AwsConfig, StorageConfig
 from rollout_backend.errors import (
-    InvokeRejected,
+    LeaseUnconfirmed,
     ResultMissing,
     RunHeld,
-    RuntimeCallError,
     StoreError,
     WriteConflict,
 )
 from rollout_backend.run import lease as run_lease
 from rollout_backend.run.collect.manifest_store import ManifestStore
 from rollout_backend.run.collect.store import ResultStore, StoredObject
-from rollout_backend.run.dispatch.call_queue import CallQueue
 from rollout_backend.run.lease import FencedRuntime, LeaseHolder, RunLease
 from rollout_backend.testing.fault_proxy import Fault, Rule
 from rollouts import make_manifest
@@ -290,34 +288,30 @@ async def test_fencing_tokens_grow_whatever_became_of_the_lease(lease, token):
     await made.release()
 
 
-async def test_a_manager_that_has_lost_the_run_starts_no_agent(manager):
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_manager_that_may_have_lost_the_run_starts_and_stops_no_agent(manager, lost):
     first, runtime = await start(manager()), AsyncMock()
-    first.mark_lost(RunHeld("taken"))
-    with pytest.raises(InvokeRejected, match="taken") as caught:
-        await FencedRuntime(runtime, first, CallQueue(1000, 1000)).invoke("a", b"")
-    assert (caught.value.reason, caught.value.never_opened) == ("run_taken_over", True)
-    runtime.invoke.assert_not_called()
-
-
-async def test_a_manager_that_has_lost_the_run_stops_no_agent(manager):
-    first, runtime = await start(manager()), AsyncMock()
-    fenced = FencedRuntime(runtime, first, CallQueue(1000, 1000))
+    fenced = FencedRuntime(runtime, first)
     runtime.stop.return_value = False
     assert await fenced.stop("a") is False  # the runtime does not know it
     runtime.stop.reset_mock()
-    first._renewed_at -= 3 * LONG
-    with pytest.raises(RuntimeCallError, match="another manager may have taken the run over"):
-        await fenced.stop("a")
-    first.mark_lost(RunHeld("taken"))
-    with pytest.raises(RunHeld):
-        await fenced.stop("a")
+    if lost:
+        first.mark_lost(RunHeld("taken"))
+    else:
+        first._renewed_at -= 3 * LONG
+    for call in (fenced.stop("a"), fenced.invoke("a", b"")):
+        with pytest.raises(LeaseUnconfirmed):
+            await call
     runtime.stop.assert_not_called()
+    runtime.invoke.assert_not_called()
 
 
 async def test_a_lease_that_cannot_be_confirmed_for_minutes_is_unknown(manager):
     first = await start(manager())
     assert await first.try_to_confirm()
+    assert not first.is_silent
     first._renewed_at -= 3 * LONG
+    assert first.is_silent
     assert not await first.try_to_confirm()
 
 

@@ -180,17 +180,16 @@ class TrainerProcess:
         world, config = self._world, self._config
         runtime, calls = SimRuntime(world.runtime, self._trainer), AuditedQueue.from_config(config.runtime)
         calls.evidence = world.evidence
+        calls.lease = self._lease
         calls.yield_to(buffer.has_backlog)
         ends = SessionEnds()
         invoke_s = INVOKE_S + (config.timeouts.session_s if config.runtime.invokes_last else 0.0)
-        timed = TimedCalls(runtime, invoke_s, STOP_S)
-        asking = _AskingRuntime(timed, self._lease, calls, world.audit.asked_for)
-        polling = FencedRuntime(timed, self._lease, calls)
-        self._translator = self._translated(asking, polling, calls, buffer, ends)
+        fenced = FencedRuntime(TimedCalls(runtime, invoke_s, STOP_S), self._lease)
+        self._translator = self._translated(fenced, calls, buffer, ends)
         return StepServices(
             config=config,
             runtime=runtime,
-            dispatcher=Dispatcher(self._translator or asking, calls, max_sessions=config.runtime.max_sessions),
+            dispatcher=Dispatcher(self._translator or fenced, calls, max_sessions=config.runtime.max_sessions),
             gateways=self._gateway,
             buffer=buffer,
             manifests=ManifestStore(self._store, config.run_id, self._lease.fencing_token, str(self._lease.me)),
@@ -206,12 +205,7 @@ class TrainerProcess:
         )
 
     def _translated(
-        self,
-        asking: FencedRuntime,
-        polling: FencedRuntime,
-        calls: CallQueue,
-        buffer: RolloutBuffer,
-        ends: SessionEnds,
+        self, fenced: FencedRuntime, calls: CallQueue, buffer: RolloutBuffer, ends: SessionEnds
     ) -> Translator[Any] | None:
         """Return the calls of steps for agents of another protocol, as the services of a run do."""
         config = self._config
@@ -223,12 +217,12 @@ class TrainerProcess:
         }
         match config.runtime.agent_protocol:
             case "agentcore-rl-toolkit":
-                return BucketTranslator(asking, Toolkit(), self._store, **more)
+                return BucketTranslator(fenced, Toolkit(), self._store, **more)
             case "agentcore-runtime-app":
                 more["interval_s"] = config.runtime.poll_interval_s
-                return PollingTranslator(asking, RuntimeApp(), self._store, polling.invoke, calls, **more)
+                return PollingTranslator(fenced, RuntimeApp(), self._store, fenced.invoke, calls, **more)
             case "sagemaker-job-runtime":
-                return _AuditedReports(self._world, asking, self._store, self._gateway, ends.report, **more)
+                return _AuditedReports(self._world, fenced, self._store, self._gateway, ends.report, **more)
         return None
 
     async def _seal(self, request: RolloutRequest) -> Trajectory:
@@ -315,22 +309,6 @@ class _SweepingBuffer(RolloutBuffer):
             return await super().sweep(sink)
         finally:
             self.sweeps -= 1
-
-
-class _AskingRuntime(FencedRuntime):
-    """A fenced runtime that records which sessions its step asks for.
-
-    If an invoke is cancelled while it waits for the run's lease, the step cannot know that it was not sent, and stops
-    its session.
-    """
-
-    def __init__(self, runtime: TimedCalls, lease: RunLease, calls: CallQueue, asked_for: set[str]) -> None:
-        super().__init__(runtime, lease, calls)
-        self._asked_for = asked_for
-
-    async def invoke(self, session_id: str, payload: bytes) -> bytes:
-        self._asked_for.add(session_id)
-        return await super().invoke(session_id, payload)
 
 
 class _AuditedReports(ReportTranslator):

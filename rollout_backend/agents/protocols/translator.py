@@ -41,6 +41,7 @@ from rollout_backend.core.session_key import shorten
 from rollout_backend.errors import (
     InvokeRejected,
     ResultMissing,
+    RunHeld,
     RuntimeCallError,
     ServingError,
     StoreError,
@@ -200,7 +201,7 @@ class Translator(ABC, Generic[_P]):
                     await self._write(session)
         except ResultMissing:
             session.rejected_at = None
-        except (StoreError, RuntimeCallError) as error:
+        except (StoreError, RuntimeCallError, RunHeld) as error:
             log.warning("session %s: the result could not be read and is retried: %s", session_id, error)
             return isinstance(error, InvokeRejected) and self._is_rejected_for_good(session)
         return True
@@ -301,7 +302,7 @@ class PollingTranslator(Translator[PolledResults]):
         self._open.pop(session_id, None)
         if (poll := self._polls.get(session_id)) is not None:
             await asyncio.wait([poll], timeout=_POLL_ARRIVES_S)
-            # It may still wait until it may be sent, for example for the run's lease.
+            # A poll without an answer would hold its place among those of open sessions.
             poll.cancel()
         return await super().stop(session_id)
 

@@ -9,7 +9,7 @@ Invariants:
 - among invokes, those of tasks with a higher priority come first, then those that have waited longer;
 - refused invokes slow down neither polls nor stops;
 - a cancelled waiter leaves the queue and gives its place to the next one;
-- a call that was held up after its admission waits again, in the place of its kind and priority;
+- while the run's lease is not confirmed, no call is admitted, and each keeps its place;
 - a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
 - results come first: one turn of the event loop, which also receives them, admits at most `_PER_TURN` calls. While
   results wait because `collect.max_fetches` are being fetched, `_PAUSE_S` pass between two such turns.
@@ -20,15 +20,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
-from typing import Self
+from typing import Protocol, Self
 
 from rollout_backend.config import RuntimeConfig
 from rollout_backend.core.ledger import CallTally
-from rollout_backend.errors import OutcomeUnknown, RuntimeCallError
+from rollout_backend.errors import LeaseUnconfirmed, OutcomeUnknown, RolloutBackendError, RunHeld, RuntimeCallError
 from rollout_backend.run.dispatch.rate_limiter import AdaptiveRate, TokenBucket
 
 log = logging.getLogger(__name__)
@@ -37,6 +36,8 @@ log = logging.getLogger(__name__)
 _PER_TURN = 2
 # With a backlog of results, 100 calls per second continue, so that no backlog stops a run.
 _PAUSE_S = 0.02
+# Calls that wait for the run's lease look at it this often.
+_LEASE_PAUSE_S = 0.1
 
 
 class CallKind(IntEnum):
@@ -60,8 +61,18 @@ _POLLS = (CallKind.LAST_POLL, CallKind.POLL)
 _INVOKES = (CallKind.INVOKE, CallKind.START)
 _STOPS = (CallKind.STOP, CallKind.STOP_EARLIER)
 
-# The kind and the priority of the call for which a task, or the task that started it, was admitted last.
-_admitted_call: ContextVar[tuple[CallKind, int]] = ContextVar("admitted_call")
+
+class Lease(Protocol):
+    """The run's lease, which calls wait for. See `RunLease`."""
+
+    @property
+    def lost(self) -> RunHeld | None: ...
+
+    @property
+    def is_confirmed(self) -> bool: ...
+
+    @property
+    def is_silent(self) -> bool: ...
 
 
 class CallQueue:
@@ -74,6 +85,8 @@ class CallQueue:
         self._stops = AdaptiveRate(stop_per_s)
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
         self.free_slots = math.inf
+        # Without one, calls wait for no lease.
+        self.lease: Lease | None = None
         # Heaps of waiting calls: negative priority, order of arrival, and the future that admits the call.
         self._waiting: dict[CallKind, list[tuple[int, int, asyncio.Future[None]]]] = {call: [] for call in CallKind}
         self._arrivals = count()
@@ -102,26 +115,24 @@ class CallQueue:
         return min(rate.rate for rate in self._rates(CallKind.LAST_POLL))
 
     async def admit(self, call: CallKind, priority: int = 0) -> None:
-        """Wait until a call of this kind may be sent."""
-        _admitted_call.set((call, priority))
+        """Wait until a call of this kind may be sent.
+
+        Raises:
+            RunHeld: another manager has taken the run over.
+            RuntimeCallError: a stop has waited for the run's lease for minutes, because S3 does not answer.
+        """
         turn = asyncio.get_running_loop().create_future()
         heappush(self._waiting[call], (-priority, next(self._arrivals), turn))
         self._serve()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 # The call was admitted and cancelled in the same turn.
                 self.give_back(call)
             else:
                 self._serve()
             raise
-
-    async def admit_again(self) -> None:
-        """Wait until the call that this task was admitted for may be sent, because it was not sent then."""
-        call, priority = _admitted_call.get()
-        # A rollout that starts has its slot.
-        await self.admit(CallKind.INVOKE if call is CallKind.START else call, priority)
 
     def give_back(self, call: CallKind) -> None:
         """Give back the turn of a call that is not sent."""
@@ -140,8 +151,8 @@ class CallQueue:
         sent_at = asyncio.get_running_loop().time()
         try:
             yield
-        except OutcomeUnknown:
-            # The call was neither granted nor refused.
+        except (OutcomeUnknown, LeaseUnconfirmed):
+            # The runtime has neither granted nor refused the call.
             raise
         except RuntimeCallError as error:
             if error.slow_down:
@@ -188,6 +199,8 @@ class CallQueue:
             self._timer = None
         loop = asyncio.get_running_loop()
         now = loop.time()
+        if self.lease is not None and not self.lease.is_confirmed:
+            self._refuse_without(self.lease)
         while (dues := self._dues(now)) and min(dues.values()) == 0:
             if self._admitted == _PER_TURN:
                 # `_next_turn` continues.
@@ -205,15 +218,27 @@ class CallQueue:
         if dues:
             self._timer = loop.call_later(min(dues.values()), self._serve)
 
+    def _refuse_without(self, lease: Lease) -> None:
+        """Refuse all calls of a lost run, and stops while S3 is silent, because the end of a step waits for them."""
+        for call, waiting in self._waiting.items():
+            error: RolloutBackendError | None = lease.lost
+            if error is None and lease.is_silent and call in _STOPS:
+                error = RuntimeCallError("S3 does not answer, so another manager may have taken the run over")
+            if error is not None:
+                for *_, turn in waiting:
+                    if not turn.done():
+                        turn.set_exception(error)
+
     def _dues(self, now: float) -> dict[CallKind, float]:
         """Return the seconds until the next waiting call of each kind may be sent."""
+        least = 0.0 if self.lease is None or self.lease.is_confirmed else _LEASE_PAUSE_S
         dues = {}
         for call, waiting in self._waiting.items():
-            # Skip cancelled waiters.
+            # Skip waiters that were cancelled or refused.
             while waiting and waiting[0][-1].done():
                 heappop(waiting)
             if waiting and (call is not CallKind.START or self.free_slots >= 1):
-                dues[call] = max(rate.due(now) for rate in self._rates(call))
+                dues[call] = max(least, *(rate.due(now) for rate in self._rates(call)))
         return dues
 
     def _place(self, call: CallKind) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from rollout_backend.base.retry import retry
 from rollout_backend.core.ledger import Ledger
 from rollout_backend.errors import (
     InvokeRejected,
+    LeaseUnconfirmed,
     NoCredentials,
     OutcomeUnknown,
     QuotaExceeded,
@@ -44,6 +45,7 @@ _STOP_PAUSE = wait_exponential_jitter(multiplier=0.2, max=10, jitter=0.5)
 # A stop may be repeated without harm.
 _STOP_RETRYABLE = (
     Throttled, QuotaExceeded, RuntimeConflict, RuntimeUnavailable, NoCredentials, WrongClock, OutcomeUnknown,
+    LeaseUnconfirmed,
 )  # fmt: skip
 _SLOWEST_BYTES_PER_S = 1024**2
 # A long queue of stops must not be mistaken for a long outage.

@@ -33,7 +33,7 @@ from rollout_backend.base.retry import log_retry, retry, retry_until
 from rollout_backend.config import ScoringConfig
 from rollout_backend.core.harbor import CONTAINER_FIELD, VERIFIER, TaskContainer, resolve_variables
 from rollout_backend.core.ledger import CallTally
-from rollout_backend.errors import RuntimeCallError
+from rollout_backend.errors import RunHeld, RuntimeCallError
 from rollout_backend.run.collect.presign import Presigner
 from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.run.scoring.scorer import ScoreInput, ScoringError, load_scorer
@@ -166,7 +166,7 @@ class VerifierJobs:
         until = asyncio.get_running_loop().time() + _STOP_S
         try:
             await retry_until(until, stop, RuntimeCallError, _BACK_OFF)
-        except RuntimeCallError as error:
+        except (RuntimeCallError, RunHeld) as error:
             # The verifier's reward is still valid.
             log.warning("the verifier %s could not be stopped, and ends at its deadline: %s", session_id, error)
         else:

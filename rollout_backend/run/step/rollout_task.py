@@ -45,6 +45,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
+    LeaseUnconfirmed,
     OutcomeUnknown,
     RolloutBackendError,
     RuntimeCallError,
@@ -174,12 +175,12 @@ class RolloutTask:
                 stop=is_last,
                 before_sleep=log_retry(log, "rollout %s", self.rollout_id),
             )
+        # The step's deadline settles the rollout as not started.
+        except (StoreError, LeaseUnconfirmed):
+            pass
         except RuntimeCallError as error:
             if self.entry.awaits_result:
                 self.entry.settle(outcome_without_result(error.reason), error.reason, str(error))
-        # The step's deadline settles the rollout as not started.
-        except StoreError:
-            pass
         except RolloutBackendError as error:
             self.context.early_end.abort(error)
         return False

@@ -280,7 +280,7 @@ async def test_a_poll_that_still_waits_to_be_sent_ends_with_its_session(monkeypa
 
     async def held(session_id: str, payload: bytes) -> bytes:
         waits.set()
-        await may_be_sent.wait()  # as for the lease of a run
+        await may_be_sent.wait()
         sent.append(session_id)
         return b""
 

@@ -5,14 +5,28 @@ import asyncio
 import pytest
 
 from rollout_backend.core.ledger import CallTally
-from rollout_backend.errors import InvokeRejected, OutcomeUnknown, QuotaExceeded, RuntimeUnavailable, Throttled
+from rollout_backend.errors import (
+    InvokeRejected,
+    OutcomeUnknown,
+    QuotaExceeded,
+    RunHeld,
+    RuntimeCallError,
+    RuntimeUnavailable,
+    Throttled,
+)
 from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue, Slot
-from rollout_backend.run.dispatch.rate_limiter import AdaptiveRate
 from tests.simulation.clock import in_virtual_time
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+class Lease:
+    """A lease that is not confirmed yet."""
+
+    lost: RunHeld | None = None
+    is_confirmed = is_silent = False
 
 
 async def admitted(queue: CallQueue, call: CallKind, count: int, into: list | None = None) -> list[float]:
@@ -109,21 +123,19 @@ async def test_both_kinds_together_keep_a_shared_quota_and_stops_come_first():
 @in_virtual_time
 async def test_calls_that_waited_for_the_lease_keep_their_place():
     """For example while S3 did not answer: finished work still comes first, and then what has a higher priority."""
-    queue, order, confirmed = CallQueue(invoke_per_s=100, stop_per_s=100), [], asyncio.Event()
+    queue, order = CallQueue(invoke_per_s=100, stop_per_s=100), []
+    queue.lease = lease = Lease()
 
     async def call(kind: CallKind, priority: int = 0) -> None:
         await queue.admit(kind, priority)
-        await confirmed.wait()
-        await queue.admit_again()
         order.append((kind, priority))
 
     kinds = (CallKind.STOP_EARLIER, CallKind.START, CallKind.POLL, CallKind.STOP, CallKind.LAST_POLL)
     calls = [asyncio.create_task(call(kind)) for kind in kinds]
     calls.append(asyncio.create_task(call(CallKind.START, 7)))
     await asyncio.sleep(10)
-    queue._shared = AdaptiveRate(1.0)
-    await asyncio.gather(*(queue.admit(CallKind.LAST_POLL) for _ in range(2)))
-    confirmed.set()
+    assert order == []
+    lease.is_confirmed = True
     await asyncio.gather(*calls)
     assert order == [
         (CallKind.LAST_POLL, 0),
@@ -133,6 +145,21 @@ async def test_calls_that_waited_for_the_lease_keep_their_place():
         (CallKind.START, 0),
         (CallKind.STOP_EARLIER, 0),
     ]
+
+
+@in_virtual_time
+async def test_a_lost_run_refuses_all_calls_and_a_silent_s3_refuses_stops():
+    queue = CallQueue(invoke_per_s=100, stop_per_s=100)
+    queue.lease = lease = Lease()
+    invoke, stop = (asyncio.create_task(queue.admit(kind)) for kind in (CallKind.INVOKE, CallKind.STOP))
+    await asyncio.sleep(1)
+    lease.is_silent = True
+    with pytest.raises(RuntimeCallError, match="S3 does not answer"):
+        await stop
+    assert not invoke.done()
+    lease.lost = RunHeld("taken")
+    with pytest.raises(RunHeld):
+        await invoke
 
 
 @in_virtual_time
