@@ -270,10 +270,8 @@ class RolloutManager:
             stats = await self._gateway_stats() if self._steps else None
             if stats is None:
                 continue
-            # A training service is no engine to add or remove.
-            if not stats.engine_given_up:
-                for step in self._steps.values():
-                    step.results.engine_use.add(stats.engines)
+            for step in self._steps.values():
+                step.results.engine_use.add(stats.engines)
             running = sum(step.ledger.phases()[Phase.RUNNING] for step in self._steps.values())
             was_silent = bool(first_call.warning)
             first_call.observe(asyncio.get_running_loop().time(), running, stats)

@@ -85,7 +85,7 @@ class SamplingServer:
         self._load_reports = 0
         # Calls at the service whose clients have hung up, and what they cost: see `GatewayStats.engine_given_up`.
         self._unread: set[asyncio.Task[_Sample]] = set()
-        self._given_up = Counter(calls=0)
+        self._given_up: Counter[str] = Counter()
         # Set while no call is at the service.
         self._idle = asyncio.Event()
         self._idle.set()
@@ -148,6 +148,7 @@ class SamplingServer:
             "num_waiting_reqs": 0,
             "max_running_requests": _MAX_CALLS,
             "num_used_tokens": self._load_reports,
+            "is_service": True,
             "given_up": self._given_up,
         }
         return web.json_response({"loads": [load]})

@@ -300,6 +300,7 @@ class Gateway:
         stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
         stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}
         stats.engine_kv_tokens = {url: load.kv_tokens for url, load in loads.items()}
+        stats.engine_is_service = {url: int(load.is_service) for url, load in loads.items()}
         for load in loads.values():
             if load.given_up is not None:
                 stats.engine_given_up = Counter(load.given_up)

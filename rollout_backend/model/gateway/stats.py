@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict
 Counts = Counter[str]
 
 _MAX_NAMES, _MAX_NAME_CHARS, _OTHERS = 100, 128, "(others)"
-_OF_ENGINES = ("engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens", "engine_given_up")
+_OF_ENGINES = (
+    "engine_running", "engine_waiting", "engine_kv_used", "engine_kv_tokens", "engine_is_service", "engine_given_up",
+)  # fmt: skip
 
 
 class EngineLoad(NamedTuple):
@@ -26,6 +28,8 @@ class EngineLoad(NamedTuple):
     kv_tokens: int = 0
     free: int = 0
     """Free slots of its batch; not part of `GatewayStats`."""
+    is_service: bool = False
+    """True if it is a training service, which samples but is no engine to add or remove."""
     given_up: Mapping[str, int] | None = None
     """See `GatewayStats.engine_given_up`."""
 
@@ -79,6 +83,7 @@ class GatewayStats(BaseModel):
     engine_waiting: dict[str, int] = {}
     engine_kv_used: dict[str, int] = {}
     engine_kv_tokens: dict[str, int] = {}
+    engine_is_service: dict[str, int] = {}
     engine_given_up: Counts = Counter()
     """Current: `calls` whose clients hung up while a training service sampled them, with their `prompt_tokens`, their
     `sampled_tokens` if the service sampled to the end, and otherwise their limits as `limit_tokens`. Empty with other
@@ -99,7 +104,13 @@ class GatewayStats(BaseModel):
         """Return the current load of each engine, by its URL."""
         waiting, used, tokens = self.engine_waiting, self.engine_kv_used, self.engine_kv_tokens
         return {
-            url: EngineLoad(running, waiting.get(url, 0), used.get(url, 0), tokens.get(url, 0))
+            url: EngineLoad(
+                running,
+                waiting.get(url, 0),
+                used.get(url, 0),
+                tokens.get(url, 0),
+                is_service=bool(self.engine_is_service.get(url)),
+            )
             for url, running in self.engine_running.items()
         }
 
@@ -173,7 +184,8 @@ class EngineUseMeter:
         self._busiest, self._mean = 0.0, 0.0
 
     def add(self, engines: Mapping[str, EngineLoad]) -> None:
-        """Add a sample of every engine that reports. An empty sample is ignored."""
+        """Add a sample of every engine that reports. Training services and an empty sample are ignored."""
+        engines = {url: load for url, load in engines.items() if not load.is_service}
         if engines:
             self._samples += 1
             self._most = max(self._most, len(engines))

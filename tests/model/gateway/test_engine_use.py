@@ -20,6 +20,12 @@ def test_means_are_over_samples():
     assert use == EngineUse(engines=2, running=6, waiting=1, idle=1 / 3, full_batch=None, imbalance=2, kv_used=0.2)
 
 
+def test_a_training_service_is_no_engine():
+    meter = EngineUseMeter()
+    meter.add({"http://service": EngineLoad(8, 2, is_service=True)})
+    assert meter.result() is None
+
+
 def test_the_imbalance_is_that_of_the_busiest_engine():
     even, uneven = [EngineLoad(3, 1), EngineLoad(4, 0)], [EngineLoad(6, 2), EngineLoad(0, 0)]
     assert use_of(even).imbalance == 1

@@ -216,8 +216,9 @@ class _Rank(BaseModel):
     max_running_requests: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
-    # Only training services report it: see `training.sampling_server`.
-    given_up: dict[str, int] = {}
+    # Only training services report these: see `training.sampling_server`.
+    is_service: bool = False
+    given_up: dict[str, int] | None = None
 
 
 class _Loads(BaseModel):
@@ -261,7 +262,8 @@ async def _load(http: aiohttp.ClientSession, engine: str) -> EngineLoad | None:
         free=sum(max(0, rank.max_running_requests - rank.num_running_reqs) for rank in ranks),
         kv_used=sum(rank.num_used_tokens for rank in ranks),
         kv_tokens=sum(rank.max_total_num_tokens for rank in ranks),
-        given_up=next((rank.given_up for rank in ranks if rank.given_up), None),
+        is_service=any(rank.is_service for rank in ranks),
+        given_up=next((rank.given_up for rank in ranks if rank.given_up is not None), None),
     )
 
 
