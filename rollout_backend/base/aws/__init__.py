@@ -1,6 +1,6 @@
 """Open AWS clients and explain their errors."""
 
-from rollout_backend.base.aws.clients import Client, client, read_up_to
+from rollout_backend.base.aws.clients import Client, added_operations, client, read_up_to
 from rollout_backend.base.aws.errors import (
     CALL_ERRORS,
     EXPLAINED,
@@ -37,6 +37,7 @@ __all__ = [
     "Client",
     "Identity",
     "Permission",
+    "added_operations",
     "client",
     "code_of",
     "explained",

@@ -53,7 +53,7 @@ _RENEWAL_S = 60.0
 # botocore's names of the sources that cannot change while this process runs.
 _FIXED_SOURCES = ("env", "explicit")
 # Services and operations that are newer than the botocore that aioboto3 pins, from botocore 1.44.8.
-_NEWER_SERVICES = str(Path(__file__).parent / "service_models")
+_NEWER_SERVICES = Path(__file__).parent / "service_models"
 # A large body may take longer than a small one.
 _SLOWEST_BYTES_PER_S = 1024**2
 
@@ -245,11 +245,17 @@ def _log_call(*, parsed: Mapping[str, Any], model: Any, http_response: Any, **_:
 def _loader(data_path: str | None, newer: tuple[str, str] | None) -> Loader:
     """Cache botocore's service models; loading one takes 0.3 s. `newer` is a service and its newer fields in JSON."""
     # Clients are created from the models that the loader has cached.
-    loader = create_loader(os.pathsep.join([*filter(None, [data_path]), _NEWER_SERVICES]))
+    loader = create_loader(os.pathsep.join([*filter(None, [data_path]), str(_NEWER_SERVICES)]))
     if newer is not None:
         service, fields = newer
         deep_merge(loader.load_service_model(service, "service-2"), json.loads(fields))
     return loader
+
+
+def added_operations(service: str) -> frozenset[str]:
+    """Return the names of the operations that this package adds to botocore's, of a service and of its runtimes."""
+    models = (json.loads(path.read_bytes()) for path in _NEWER_SERVICES.glob(f"{service}*/*/service-2*.json"))
+    return frozenset(name for model in models for name in model.get("merge", model)["operations"])
 
 
 def _preload(loader: Loader, service: str) -> None:

@@ -31,16 +31,8 @@ _REFUSED_S = 300.0
 _NOTABLE_S = 30.0
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _ROLLOUT = "doctor"
-# The operations of `training.sagemaker`. IAM's actions have their names.
-_OF_SESSIONS = (
-    "CreateTrainingSession",
-    "DescribeTrainingSession",
-    "StopTrainingSession",
-    "ExecuteTrainingOperation",
-    "GetTrainingOperationResult",
-    "ExecuteSamplingOperation",
-    "GetSamplingOperationResult",
-)
+# `rollout down` deletes sessions, and no session is named when they are listed.
+_NOT_OF_TRAINING = {"DeleteTrainingSession", "ListTrainingSessions"}
 
 
 # --- credentials ------------------------------------------------------------------------------------------
@@ -147,10 +139,11 @@ def _of_training_sessions(config: RolloutConfig, arn: str) -> list[Permission]:
     if service is None or service.sagemaker is None or service.base_url is not None:
         return []
     sessions = (f"{arn}:training-session/rollout-{_ROLLOUT}",)
+    operations = sorted(aws.added_operations("sagemaker") - _NOT_OF_TRAINING)
     passed = (("iam:PassedToService", "sagemaker.amazonaws.com"),)
     found = [
         Permission("sagemaker:ListTrainingSessions", ("*",)),
-        *(Permission(f"sagemaker:{name}", sessions) for name in _OF_SESSIONS),
+        *(Permission(f"sagemaker:{name}", sessions) for name in operations),
         Permission("iam:PassRole", (service.sagemaker.role_arn,), passed),
     ]
     policy = "TrainingSessionsPolicyArn, of a stack with TrainingSessions=true,"
