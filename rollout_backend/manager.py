@@ -448,6 +448,7 @@ class RolloutManager:
             "given_up_calls": growth("engine_given_up"),
             "left_out_replies": stats.left_out - getattr(before, "left_out", 0),
             "unjournaled_sessions": stats.unjournaled - getattr(before, "unjournaled", 0),
+            "dropped_log_lines": stats.dropped_log_lines - getattr(before, "dropped_log_lines", 0),
             "runaways": {name: stats.runaways[name] for name in growth("runaways")},
             "heard_after_stop": growth("after_stop"),
         }

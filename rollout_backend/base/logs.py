@@ -4,7 +4,8 @@ Invariants:
 
 - `ROLLOUT_LOG_FORMAT` in the environment selects the format, so child processes log in the same format.
 - A line has no control characters, because a container that it quotes could control a terminal with them.
-- A log whose disk is full or does not answer holds up no event loop, where `in_thread` was asked for.
+- A log whose disk is full or does not answer holds up no event loop, where `in_thread` was asked for. The lines that
+  it drops are counted.
 - A JSON line names the run, step, rollout and session that its code works on, as far as they are known.
 
 It imports only the standard library, so that a janitor and a relay can use it.
@@ -17,7 +18,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -87,28 +88,56 @@ def log_fields(**fields: object) -> Iterator[None]:
 
 class _ThreadedHandler(logging.Handler):
     """Writes to standard error from a thread. While that takes long, further lines wait, and are dropped beyond
-    `_LINES_KEPT`."""
+    `_LINES_KEPT`. Once the disk has taken the rest, a line has the number of those that were dropped."""
 
     def __init__(self) -> None:
         super().__init__()
+        # Lines that found no place, lines that could not be written, and those of both that the log names.
+        self._refused = self._failed = self._named = 0
         self._lines: queue.Queue[bytes] = queue.Queue(_LINES_KEPT)
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
+    @property
+    def dropped(self) -> int:
+        return self._refused + self._failed
+
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(queue.Full):
-            self._lines.put_nowait(f"{self.format(record)}\n".encode(errors="backslashreplace"))
+        try:
+            self._lines.put_nowait(self._line(record))
+        except queue.Full:
+            self._refused += 1
 
     def flush(self) -> None:
         """Wait for the lines so far, but not for a disk that does not answer: this is also called at the exit."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
 
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+
     def _write(self) -> None:
         while True:
-            # `sys.stderr` has a lock, which a thread that hangs would hold at the exit.
-            with suppress(OSError):
-                os.write(2, self._lines.get())
+            if not _is_written(self._lines.get()):
+                self._failed += 1
+            elif self._lines.empty() and (dropped := self.dropped) > self._named:
+                text = f"{dropped - self._named} lines of this log were dropped: its disk was full or did not answer"
+                fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+                if _is_written(self._line(logging.makeLogRecord(fields))):
+                    self._named = dropped
             self._lines.task_done()
+
+
+def _is_written(line: bytes) -> bool:
+    try:
+        # `sys.stderr` has a lock, which a thread that hangs would hold at the exit.
+        return os.write(2, line) == len(line)
+    except OSError:
+        return False
+
+
+def dropped_lines() -> int:
+    """Return the number of lines that the log of this process has dropped."""
+    return sum(each.dropped for each in logging.root.handlers if isinstance(each, _ThreadedHandler))
 
 
 class _TextFormatter(logging.Formatter):

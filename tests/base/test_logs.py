@@ -3,7 +3,10 @@
 import io
 import json
 import logging
+import os
+import threading
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -97,3 +100,34 @@ def test_repeated_lines_are_counted_and_other_ones_are_not():
         "rollout t.0: S3 fails (the 100th like it)",
         "rollout t.9: S3 fails",
     ]
+
+
+def test_lines_that_a_slow_or_full_disk_drops_are_counted_and_the_log_names_their_number(monkeypatch):
+    written, called, free, named = [], threading.Event(), threading.Event(), threading.Event()
+
+    def write(_: int, line: bytes) -> int:
+        called.set()
+        assert free.wait(120)
+        if b"line 0" in line:
+            raise OSError("No space left on device")
+        written.append(line.decode().partition(": ")[2])
+        if b"dropped" in line:
+            named.set()
+        return len(line)
+
+    monkeypatch.setattr(logs, "os", SimpleNamespace(write=write, environ=os.environ))
+    monkeypatch.setattr(logs, "_LINES_KEPT", 2)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    monkeypatch.setenv("ROLLOUT_LOG_FORMAT", "")
+    logs.configure_logs(logging.INFO, in_thread=True)
+    log.info("line 0")
+    assert called.wait(120)
+    for number in range(1, 10):
+        log.info("line %d", number)
+    assert logs.dropped_lines() == 7
+    free.set()
+    assert named.wait(120)
+    assert logs.dropped_lines() == 8
+    full = "8 lines of this log were dropped: its disk was full or did not answer\n"
+    assert written == ["line 1\n", "line 2\n", full]

@@ -59,6 +59,7 @@ def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
         "given_up_calls": {"calls": 3, "prompt_tokens": 1200, "sampled_tokens": 34, "limit_tokens": 50},
         "left_out_replies": 2,
         "unjournaled_sessions": 3,
+        "dropped_log_lines": 1234,
         "runaways": {"task-a.0": 1_000_000},
         "heard_after_stop": {"session-1": 9, "session-2": 1},
     }
@@ -72,6 +73,7 @@ def test_a_step_shows_why_rows_opened_and_which_calls_could_not_be_read(show):
     tokens = "1,200 prompt tokens, 34 sampled, up to 50 sampled of calls that the service could end"
     assert f"clients hung up 3 calls that the training service may bill: {tokens}" in texts
     assert "2 model calls left out of training" in texts
+    assert "the gateways' logs lost 1,234 lines" in texts
     assert "3 sessions ran without a journal: a restart of the gateway would have repeated their rollouts" in texts
     assert "task-a.0 sampled 1,000,000 tokens and was refused more" in texts
     assert "1 session ran on after the stop, and may be billed: session-1" in texts

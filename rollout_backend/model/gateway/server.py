@@ -53,6 +53,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agent_wrapper.contract import Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
+from rollout_backend.base.logs import dropped_lines
 from rollout_backend.base.retry import repeat
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import SessionClaims
@@ -295,7 +296,7 @@ class Gateway:
         stats, registry, loads = self._parts.stats, self._parts.registry, self._parts.admission.loads
         stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
         stats.calls_in_flight, stats.calls_waiting = self._parts.admission.in_flight, self._parts.admission.waiting
-        stats.largest = registry.largest
+        stats.largest, stats.dropped_log_lines = registry.largest, dropped_lines()
         stats.engine_running = {url: load.running for url, load in loads.items()}
         stats.engine_waiting = {url: load.waiting for url, load in loads.items()}
         stats.engine_kv_used = {url: load.kv_used for url, load in loads.items()}

@@ -77,6 +77,8 @@ class GatewayStats(BaseModel):
     """Calls with fields that only concern the provider, or names that no template renders."""
     unjournaled: int = 0
     """Sessions that the disk of the journal did not take: a restart of the gateway would end them."""
+    dropped_log_lines: int = 0
+    """Lines that the gateway's log lost, because its disk was full or did not answer."""
     errors: Counts = Counter()
     # The current load of each engine from all its clients, by its URL: see `EngineLoad`.
     engine_running: dict[str, int] = {}

@@ -284,6 +284,9 @@ def _accounts(report: StepReport | None, summary: StepSummary) -> Iterator[Findi
             f"{count(report.unjournaled_sessions, 'session')} ran without a journal: a restart of the gateway would "
         )
         yield Finding(Level.WARNING, f"{text}have repeated their rollouts", "output_dir: look at its disk")
+    if report.dropped_log_lines:
+        text = f"the gateways' logs lost {count(report.dropped_log_lines, 'line')}"
+        yield Finding(Level.NOTE, text, "output_dir: look at its disk")
     for rollout_id, tokens in sorted(report.runaways.items())[:_LISTED]:
         text = f"{rollout_id} sampled {tokens:,} tokens and was refused more"
         yield Finding(Level.WARNING, text, "gateway.session_tokens")

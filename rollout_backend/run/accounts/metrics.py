@@ -126,6 +126,10 @@ class RunMetrics:
             "rollout_gateway_unjournaled_sessions_total",
             "Sessions that would end with their gateway, because the disk of its journal did not take them.",
         )
+        self._gateway_dropped_lines = counter(
+            "rollout_gateway_dropped_log_lines_total",
+            "Lines that the gateways' logs lost, because their disk was full or did not answer.",
+        )
         self._gateway_errors = counter("rollout_gateway_errors_total", "Error responses to model calls.", ("code",))
         self._steps: dict[int, _Seen] = {}
         self._services, self._gateways = _Seen(), _Seen()
@@ -204,6 +208,7 @@ class RunMetrics:
         self._gateway_calls.inc(growth("calls", stats.calls))
         self._gateway_cache_breaks.inc(growth("breaks", stats.cache_breaks))
         self._gateway_unjournaled.inc(growth("unjournaled", stats.unjournaled))
+        self._gateway_dropped_lines.inc(growth("dropped lines", stats.dropped_log_lines))
         tokens = {
             "prompt": stats.prompt_tokens,
             "cached": stats.cached_tokens,

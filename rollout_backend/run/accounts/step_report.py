@@ -150,6 +150,8 @@ class StepReport(BaseModel, frozen=True):
     unjournaled_sessions: int = 0
     """Sessions that lost their journal since then, because a gateway's disk failed. A restart of their gateway ends
     them."""
+    dropped_log_lines: int = 0
+    """Lines that the gateways' logs lost since then, because their disk was full or did not answer."""
     runaways: dict[str, int] = {}
     """Sampled tokens of rollouts whose session reached gateway.session_tokens."""
     heard_after_stop: dict[str, int] = {}
