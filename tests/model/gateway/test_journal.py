@@ -407,6 +407,24 @@ async def test_once_the_disk_takes_writes_again_new_sessions_have_a_journal(
     assert not [*memory.iterdir()]
 
 
+async def test_the_names_of_a_killed_gateway_are_deleted_once_they_expire_and_those_of_a_running_one_are_not(
+    bundle, memory, open_journal, claims, monkeypatch
+):
+    registry = SessionRegistry(bundle, "m", 50.0, journal=open_journal())
+    session = await registry.open(claims())
+    monkeypatch.setattr(SessionJournal, "append", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    session.ask(b"one", is_retry=False)
+    await registry.written(session.claims)
+    [noted] = memory.iterdir()
+    journal_writer.delete_expired_names(time.time() + 60)
+    assert noted.exists()
+    registry.close()
+    journal_writer.delete_expired_names(time.time())
+    assert noted.exists()
+    journal_writer.delete_expired_names(time.time() + 60)
+    assert not noted.exists()
+
+
 async def test_a_session_whose_loss_cannot_be_noted_is_closed(
     bundle, memory, open_journal, claims, fail, monkeypatch
 ):

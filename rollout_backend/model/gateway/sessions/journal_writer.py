@@ -8,15 +8,19 @@ Invariants:
   is noted in the machine's memory before its next answer, and a later gateway refuses it: the journal has only a part
   of what it sampled.
 - If not even the name can be noted, the session must end: `append` and `written` raise OSError.
+- A noted name is deleted once no key of its session can be valid. The names of a killed gateway are deleted when any
+  gateway of this user starts. One that runs holds a lock on its names.
 """
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +35,7 @@ _LIMIT_S = 10.0
 _MEMORY = Path("/dev/shm")  # noqa: S108  a file there is private, and its name cannot be guessed
 if not _MEMORY.is_dir():
     _MEMORY = Path(tempfile.gettempdir())
+_NOTED = "rollout-backend-noted-"
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +48,12 @@ class _Write(NamedTuple):
 class JournalWriter:
     """Makes the calls of one journal. `on_lost` is called with the number of sessions that lost their journal."""
 
-    def __init__(self, journal: SessionJournal, on_lost: Callable[[int], None]) -> None:
-        """Raises ConfigError if the names that an earlier process has noted cannot be read."""
+    def __init__(self, journal: SessionJournal, on_lost: Callable[[int], None], session_key_s: float) -> None:
+        """`session_key_s` is the longest validity of a key. Raises ConfigError if the names that an earlier process
+        has noted cannot be read."""
         self._journal = journal
         self._on_lost = on_lost
+        self._session_key_s = session_key_s
         self._disk = Disk(
             journal.folder,
             _LIMIT_S,
@@ -54,9 +61,13 @@ class JournalWriter:
         )
         self._next: list[_Write] = []
         self._writing: asyncio.Task[None] | None = None
-        self._noted = Table(_MEMORY / f"rollout-backend-{journal.journal_id}")
+        self._noted_path = _MEMORY / f"{_NOTED}{journal.journal_id}"
+        self._noted = Table(self._noted_path)
+        # The descriptor of that file, which is locked while this process has noted names.
+        self._noting: int | None = None
+        delete_expired_names(time.time())
         try:
-            # When each session without a complete journal was noted, in unix seconds.
+            # Until when a key of each session without a complete journal may be valid, in unix seconds.
             self._lost: dict[str, float] = self._noted.read()
         except OSError as error:
             why = f"{_MEMORY} names the sessions that its journal lacks, and cannot be read: {error.strerror}"
@@ -102,15 +113,14 @@ class JournalWriter:
         """Replace what was reported of a session."""
         self._submit([session_id], partial(self._journal.report, session_id, report))
 
-    def sweep(
-        self, closed: Mapping[str, float], reports: Mapping[str, Record], now: float, session_key_s: float
-    ) -> None:
+    def sweep(self, closed: Mapping[str, float], reports: Mapping[str, Record], now: float) -> None:
         """Delete what has expired: see `SessionJournal.sweep`."""
         if self._disk.hangs:
             return
-        self._submit((), partial(self._journal.sweep, dict(closed), dict(reports), now, session_key_s))
-        if self._lost and max(self._lost.values()) + session_key_s <= now:
+        self._submit((), partial(self._journal.sweep, dict(closed), dict(reports), now, self._session_key_s))
+        if self._lost and max(self._lost.values()) <= now:
             self._noted.delete()
+            self._release_names()
             self._lost.clear()
 
     async def written(self, session_id: str | None = None) -> None:
@@ -131,6 +141,12 @@ class JournalWriter:
         self._disk.close()
         if not self._disk.hangs:
             self._journal.release()
+        self._release_names()
+
+    def _release_names(self) -> None:
+        if self._noting is not None:
+            os.close(self._noting)
+            self._noting = None
 
     def _submit(self, session_ids: Iterable[str], make: Callable[[], None]) -> None:
         self._next.append(_Write(session_ids, make))
@@ -148,11 +164,13 @@ class JournalWriter:
         self._lose(lost)
 
     def _lose(self, session_ids: Iterable[str]) -> None:
-        now = time.time()
-        lost = {each: now for each in session_ids if each not in self._lost}
+        until = time.time() + self._session_key_s
+        lost = {each: until for each in session_ids if each not in self._lost}
         if not lost:
             return
         try:
+            if self._noting is None:
+                self._noting = _lock(self._noted_path, fcntl.LOCK_SH)
             self._noted.append(lost)
         except OSError as error:
             log.warning("%d sessions end: neither the journal nor %s can be written: %s", len(lost), _MEMORY, error)
@@ -164,6 +182,36 @@ class JournalWriter:
     def _check(self, session_id: str) -> None:
         if session_id in self._unsafe:
             raise OSError(errno.EIO, "the session's journal is incomplete")
+
+
+def delete_expired_names(now: float) -> None:
+    """Delete the names that gateways of this user have noted, if none of them runs and no key can be valid."""
+    for path in _MEMORY.glob(_NOTED + "[0-9a-f]" * 16):
+        # A gateway that runs holds the lock.
+        with suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    noted = Table(path)
+                    if all(until <= now for until in noted.read().values()):
+                        noted.delete()
+                finally:
+                    os.close(descriptor)
+
+
+def _lock(path: Path, operation: int) -> int:
+    """Open and lock a file with names until its descriptor is closed. Raises OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, operation)
+        except OSError:
+            os.close(descriptor)
+            raise
+        # Another process may have deleted the file before it was locked.
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
 
 
 def _make(writes: Iterable[_Write]) -> list[str]:

@@ -181,7 +181,9 @@ class SessionRegistry:
         # Shares of sessions that are not open, while they owe for requests.
         self._shares: dict[str, SessionShare] = {}
         self._restoring: dict[str, asyncio.Task[None]] = {}
-        self._journal = JournalWriter(journal, self._count_unjournaled) if journal is not None else None
+        self._journal: JournalWriter | None = None
+        if journal is not None:
+            self._journal = JournalWriter(journal, self._count_unjournaled, session_key_s)
         # Sessions that sent heartbeats or calls since the last call of `take_heartbeats`.
         self._beats: set[str] = set()
         self._calls: set[str] = set()
@@ -346,7 +348,7 @@ class SessionRegistry:
         if len(self._calls) > _MAX_HEARD:
             self.take_heartbeats()
         if self._journal is not None:
-            self._journal.sweep(self._closed, self.reports, now, self._token_s)
+            self._journal.sweep(self._closed, self.reports, now)
         await asyncio.gather(*calls, return_exceptions=True)
 
     def close(self) -> None:
