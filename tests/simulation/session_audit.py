@@ -65,7 +65,9 @@ class SessionAudit:
         self.weights[request.session_id].add(self._gateway.weights)
         closed_at = self.closed_at.get(request.session_id, math.inf)
         late_revoke = self.env.faults.silent_gateway or self.env.faults.gateway_away
-        if self.env.now() > closed_at + _REVOKED_WITHIN_S and not late_revoke:
+        # The next trainer may adopt a session of which no record says that it was closed.
+        adopted = request.step in self.unlogged
+        if self.env.now() > closed_at + _REVOKED_WITHIN_S and not (late_revoke or adopted):
             self._evidence.sampled_on.append(request.rollout_id)
 
     def closes(self, session_id: str, awaits_result: Callable[[str], bool]) -> None:
