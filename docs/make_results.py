@@ -70,9 +70,8 @@ One run of each loop, {steps} steps of seed 0, with newer code than the runs abo
 Medians over the steps after the first. Trainer, engine, gateway, emulated AWS and all agents share two cores: CPU
 seconds vary less than the time that has passed.
 
-`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. This is one run: earlier ones
-differed from it by up to 0.6 s. The engine empties its cache when we pause it, which shows that it is idle, and again
-when verl puts it to sleep. From our records:
+`gen` took {ours:.2f} s a step; with verl's own agent loop, {verl:.2f} s. The engine empties its cache when we pause
+it, which shows that it is idle, and again when verl puts it to sleep. From our records:
 """
 _PARTS_CALLS = """\
 Of an agent's {agent_s:.2f} s, its one model call was {model_s:.2f} s at router and engine. The rest is its own
@@ -122,10 +121,10 @@ _IDENTITY_KILLED = """\
 *killed*: a fifth of the rollouts lose their first session after it has sampled, and another session replaces it.
 """
 _IDENTITY_ENDS = """\
-A first comparison differed in one reward, in step 9: the model had sampled a special token inside of a reply. verl
-removes it from the text that its reward function gets, and the gateway shows its name to the agent. The agents of
-this comparison remove it, too. In both ways rows arrive in any order, on which sums depend: `RolloutSampler` brings
-ours into the order of the prompts, and the comparison does the same for verl's on the v1 trainer.
+If the model samples a special token inside of a reply, verl removes it from the text that its reward function gets,
+and the gateway shows its name to the agent. The agents of this comparison remove it, too. In both ways rows arrive in
+any order, on which sums depend: `RolloutSampler` brings ours into the order of the prompts, and the comparison does the
+same for verl's on the v1 trainer.
 """
 
 _LONG_RUN = """\
@@ -144,7 +143,7 @@ A trainer of a policy of 400 weights saves a checkpoint every {save_every} steps
 and janitor gets SIGKILL every {pause} s. So steps are repeated, and no two updates are equal bit by bit: the weights
 of a repeated step have the same name as before, and other values. Agents make two model calls each. All of them are
 processes; S3, SQS and AgentCore are emulated. The trainer is a loop of `RolloutManager` that names weights as verl's
-trainer does; verl itself takes 30 s to start.
+trainer does.
 
 The checker reads two logs: the engine's, with a digest of the weights that it had loaded and the tokens of each
 answer, and the trainer's, with a digest of the weights of each step and its rows. It reads nothing that the backend
@@ -177,8 +176,8 @@ times. A reply without a call opens a door. The right one leads to the next room
 segment begins; a wrong one, or a third call, ends the rollout. The reward is the part of the rooms that were left.
 The weak player reads the note in a third of the cases, and follows it; the model learns to look more often.
 The loop of `examples/plain_loop` trains, by GRPO on {group} rollouts of each of {prompts} tasks a step, with one
-engine for all seeds. The fit decides: after one of half as many steps, three in ten calls were malformed, and the
-first seed's reward fell from .2 to .1 in ten steps.
+engine for all seeds. The fit decides: after a shorter one, many calls of the first seed were malformed, and its
+reward fell.
 """,
 }
 _GPU_LEARNING = """\
