@@ -7,7 +7,7 @@ from rollout_backend.testing.fault_proxy import Fault, Rule
 
 OUTAGE_S = 60.0
 OURS, BY_S3, BY_HTTP = "ours", "toolkit, S3", "toolkit, HTTP"
-LIGHTNING, VERL = "agentlightning", "verl's loop"
+LIGHTNING, VERL, SKYRL = "agentlightning", "verl's loop", "SkyRL's generator"
 
 _INVOKE, _STOP = "bedrock-agentcore:InvokeAgentRuntime", "bedrock-agentcore:StopRuntimeSession"
 _QUEUE = ("sqs_down", "message_lost", "poison_messages", "foreign_run")
@@ -18,6 +18,17 @@ _CONTAINERS = ("agent_dies", "foreign_container", "forged_tokens")
 
 def _each(names: Iterable[str], reason: str) -> dict[str, str]:
     return dict.fromkeys(names, reason)
+
+
+def _in_the_trainer(agents: str) -> dict[str, str]:
+    """Return the faults that a system cannot meet whose agents run in the trainer's processes, as `agents`."""
+    return {
+        **_each(_QUEUE, "no queue"),
+        **_each(_RUNTIME, "no runtime"),
+        **_each(_AWS, "signs nothing"),
+        **_each(_CONTAINERS, f"no containers: its agents are {agents} of the trainer"),
+        **_each(("body_cut", "s3_slow_down", "published_twice", "truncated_object"), "results stay in memory"),
+    }
 
 
 @dataclass(frozen=True)
@@ -72,16 +83,8 @@ SYSTEMS = {
             "truncated_object": "no S3",
         },
     ),
-    VERL: System(
-        "verl_loop",
-        missing={
-            **_each(_QUEUE, "no queue"),
-            **_each(_RUNTIME, "no runtime"),
-            **_each(_AWS, "signs nothing"),
-            **_each(_CONTAINERS, "no containers: its agents are coroutines of the trainer"),
-            **_each(("body_cut", "s3_slow_down", "published_twice", "truncated_object"), "results stay in memory"),
-        },
-    ),
+    VERL: System("verl_loop", missing=_in_the_trainer("coroutines")),
+    SKYRL: System("skyrl_generator", missing=_in_the_trainer("threads")),
 }
 
 

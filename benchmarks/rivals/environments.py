@@ -22,8 +22,9 @@ PACKAGES = {  # by program; the others run in this environment
     "toolkit": "agentcore-rl-toolkit",
     "toolkit_gateway": "agentcore-rl-toolkit",
     "lightning": "agentlightning",
+    "skyrl_generator": "skyrl",
 }
-PYTHONS = {"agentlightning": "3.12"}  # the other rivals run with this program's version
+PYTHONS = {"agentlightning": "3.12", "skyrl": "3.12"}  # the other rivals run with this program's version
 VERL = ROOT / ".venv-verl"
 _HERE = Path(__file__).parent
 _MARKER = "complete"
