@@ -45,6 +45,12 @@ says how the faults are injected, how outcomes are judged, and how to add a syst
   gives a rollout without a reward `reward_fillna_value`, which is 0 by default. It has no retries.
 - verl's loop: the agent loop, TransferQueue and replay buffer of verl {verl}'s synchronous v1 trainer, with their
   defaults. Agents are coroutines of the trainer, without a limit. What is missing is padded.
+- SkyRL's generator: `SkyRLGymGenerator` of skyrl {skyrl} with its defaults, without its trainer, which needs a GPU.
+  An agent is the step of an environment, in a thread of the trainer, without a limit. The first exception ends the
+  step, and nothing of it is trained.
+
+Not run: Uni-Agent. It has no release on the package index (`uni-agent` 0.1.1 there is another project): its
+documentation starts it from a clone of its repository, with verl as a submodule.
 
 The first number of a cell is how many of the {planned} rollouts are trained correctly, bold if all are. Rollouts that
 are missing and not lost were reported as failed.
@@ -123,8 +129,8 @@ _IDENTITY_KILLED = """\
 _IDENTITY_ENDS = """\
 If the model samples a special token inside of a reply, verl removes it from the text that its reward function gets,
 and the gateway shows its name to the agent. The agents of this comparison remove it, too. In both ways rows arrive in
-any order, on which sums depend: `RolloutSampler` brings ours into the order of the prompts, and the comparison does the
-same for verl's on the v1 trainer.
+any order, on which sums depend: `RolloutSampler` brings ours into the order of the prompts, and the comparison does
+the same for verl's on the v1 trainer.
 """
 
 _LONG_RUN = """\
@@ -248,6 +254,7 @@ def _faults(results: dict[str, Any]) -> Iterator[str]:
         toolkit=versions.get("toolkit, S3", ""),
         lightning=versions.get("agentlightning", ""),
         verl=versions.get("verl's loop", ""),
+        skyrl=versions.get("SkyRL's generator", ""),
     )
     yield from results.get("notes", ())
     yield "### All faults together\n"
@@ -364,7 +371,8 @@ def _long_run(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _lives(results: dict[str, Any]) -> Iterator[str]:
-    yield _LIVES.format(**results["settings"] | {"pause": results["settings"]["pause"].replace(" ", " to ")})
+    pause = " to ".join(f"{float(each):g}" for each in results["settings"]["pause"].split())
+    yield _LIVES.format(**results["settings"] | {"pause": pause})
     yield from results.get("notes", ())
     yield long_run.accounts(results).markdown() + "\n"
 
