@@ -38,7 +38,7 @@ from rollout_backend.core.session_key import SessionClaims, issue
 from rollout_backend.model.gateway.access import allow_files
 from rollout_backend.model.gateway.engine.protocol import STREAM_INTERVAL
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
-from rollout_backend.model.gateway.sessions import journal
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.model.serving.install import find_model
 from rollout_backend.model.serving.server_process import free_port
 
@@ -214,7 +214,7 @@ class System:
         return []
 
     def _ours(self) -> list[str]:
-        journal_id = journal.prepare(self.work / "journal")
+        journal_id = journal_folder.prepare(self.work / "journal")
         settings = GatewaySettings(
             port=self.port,
             model=ModelConfig(path=self.model, name=MODEL, context_length=CONTEXT_LENGTH),

@@ -77,6 +77,12 @@ def test_importing_the_package_loads_no_heavy_module() -> None:
     assert modules_after("import rollout_backend") & HEAVY == set()
 
 
+def test_a_trainers_process_loads_only_what_it_needs() -> None:
+    """Gateways render, in processes of their own; `renderers` imports `openai`, which takes half a second."""
+    modules = modules_after("import rollout_backend.manager, rollout_backend.model.serving.ray_servers")
+    assert modules & {"openai", "ray", "renderers", "torch", "transformers"} == set()
+
+
 def test_an_interrupted_start_stops_what_it_started(monkeypatch) -> None:
     async def start(run: RunServices, stack: AsyncExitStack, rollouts: int | None) -> None:
         stack.callback(stopped.append, "a server")

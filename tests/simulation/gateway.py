@@ -16,7 +16,7 @@ from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ServingError
-from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_folder
 from tests.simulation.agent_sources import AgentSources
 from tests.simulation.environment import Environment
 from tests.simulation.session import Session
@@ -79,7 +79,7 @@ class Gateway:
                 return False
             await asyncio.sleep(1.0)
         try:
-            journals.check_journal(claims, self.journal.journal_id)
+            journal_folder.check_journal(claims, self.journal.journal_id)
         except ApiError:
             return False
         return request.session_id not in self.journal.revoked

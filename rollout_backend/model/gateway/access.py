@@ -37,7 +37,7 @@ from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import KeyRefused, SessionClaims, expand, shard_of, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
-from rollout_backend.model.gateway.sessions.journal import OPEN_FILES, check_journal
+from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, check_journal
 
 # Longer than any load balancer's, so that none reuses a connection that this side is closing.
 KEEP_ALIVE_S = 4200

@@ -25,7 +25,7 @@ from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.errors import ConfigError, ServingError, StartupError
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
-from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.model.gateway.stats import GatewayStats
 from rollout_backend.model.serving.run_secret import key_secret, revealed
 from rollout_backend.model.serving.server_process import ServerProcess, free_port, require_port
@@ -153,7 +153,7 @@ class GatewayProcess:
             await self.stop()
             raise
         try:
-            await call_disk(lambda: journals.write_port(self._journal, port))
+            await call_disk(lambda: journal_folder.write_port(self._journal, port))
         except OSError as error:
             log.warning(
                 "%s: a restarted trainer may give it another port, because this one cannot be recorded: %s",
@@ -164,8 +164,8 @@ class GatewayProcess:
     async def _prepare_journal(self, limit_s: float) -> str:
         """Return the journal's id; empty if it cannot be opened and the gateway has served before."""
         try:
-            return await call_disk(lambda: journals.prepare(self._journal), limit_s)
-        except journals.JournalHeld as error:
+            return await call_disk(lambda: journal_folder.prepare(self._journal), limit_s)
+        except journal_folder.JournalHeld as error:
             raise StartupError(str(error)) from None
         except ConfigError as error:
             why = str(error)
@@ -186,7 +186,7 @@ class GatewayProcess:
         if fixed:
             return require_port(self._host, fixed, self._name, "gateway.port")
         try:
-            return require_port(self._host, journals.read_port(self._journal), self._name, "gateway.port")
+            return require_port(self._host, journal_folder.read_port(self._journal), self._name, "gateway.port")
         except StartupError:
             return free_port(self._host)
 

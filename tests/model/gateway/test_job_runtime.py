@@ -24,7 +24,8 @@ from rollout_backend.model.dialects import sagemaker_job_runtime as dialect
 from rollout_backend.model.gateway import job_runtime
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, TRAJECTORY_HEADER
 from rollout_backend.model.gateway.sessions import journal_writer
-from rollout_backend.model.gateway.sessions.journal import SessionJournal, prepare
+from rollout_backend.model.gateway.sessions.journal import SessionJournal
+from rollout_backend.model.gateway.sessions.journal_folder import prepare
 from rollout_backend.model.gateway.sessions.registry import SessionRegistry
 from rollouts import make_claims
 

@@ -25,6 +25,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions import journal_writer
 from rollout_backend.model.gateway.sessions.journal import SessionJournal
+from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, prepare
 from rollout_backend.model.gateway.sessions.registry import MAX_UNANSWERED, SessionRegistry
 from rollout_backend.model.gateway.stats import GatewayStats
 from rollout_backend.model.serving.run_secret import key_secret
@@ -37,7 +38,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 @pytest.fixture
 def folder(tmp_path) -> Path:
     folder = tmp_path / "gateway" / "0-of-1"
-    journals.prepare(folder)
+    prepare(folder)
     return folder
 
 
@@ -116,24 +117,24 @@ def test_only_the_owner_can_read_the_journal(folder, journal):
     journal.release()
     folder.chmod(0o750)
     with pytest.raises(ConfigError, match="chmod 700"):
-        journals.prepare(folder)
+        prepare(folder)
 
 
 def test_two_gateways_cannot_use_one_folder(folder, journal, open_journal):
     with pytest.raises(ConfigError, match="another gateway uses"):
         SessionJournal(folder)
     with pytest.raises(ConfigError, match="another gateway uses"):
-        journals.prepare(folder, wait_s=0.0)
+        prepare(folder, wait_s=0.0)
     open_journal()
 
 
 @pytest.mark.parametrize("part", ["sessions", "closed", "journal_id"])
 def test_a_folder_with_a_missing_part_is_a_new_journal(folder, part):
-    before = journals.prepare(folder)
-    assert journals.prepare(folder) == before
+    before = prepare(folder)
+    assert prepare(folder) == before
     path = folder / part
     path.rmdir() if path.is_dir() else path.unlink()
-    assert journals.prepare(folder) != before
+    assert prepare(folder) != before
 
 
 def test_a_closed_session_is_remembered_until_its_key_expires(folder, journal, open_journal):
@@ -176,11 +177,11 @@ def test_the_secret_of_keys_is_derived_from_the_runs_secret_and_differs_from_oth
 
 
 def test_more_sessions_than_open_files(journal):
-    names = [f"session-{number}" for number in range(journals.OPEN_FILES + 2)]
+    names = [f"session-{number}" for number in range(OPEN_FILES + 2)]
     for i in range(2):
         for name in names:
             journal.append(name, {"i": i})
-    assert len(journal._open) == journals.OPEN_FILES
+    assert len(journal._open) == OPEN_FILES
     assert all(read(journal, name) == [{"i": 0}, {"i": 1}] for name in names)
 
 
@@ -475,7 +476,7 @@ class Restartable:
     """A gateway with a journal, which can be restarted."""
 
     def __init__(self, serve, folder: Path, engine: ScriptedEngine, **more) -> None:
-        self.journal_id, self.engine = journals.prepare(folder), engine
+        self.journal_id, self.engine = prepare(folder), engine
         self._start = lambda: serve(engine.url, journal=folder, seal_secret=SEAL_SECRET, **more)
         self.gateway = self._start()
 

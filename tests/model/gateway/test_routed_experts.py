@@ -16,7 +16,7 @@ from gateway_fixtures import make_gateway
 from rollout_backend.config import ExpertShape, ModelConfig
 from rollout_backend.core.routed_experts import ExpertRows, pack, row_bytes, unpack
 from rollout_backend.errors import ConfigError
-from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.model.rendering.segments import Completion, SegmentRecorder
 from rollout_backend.workbench.local.scripted import BYTE_MODEL, Aborted, ScriptedEngine
 from tests.emulators.scripted_experts import seeded_routing
@@ -161,7 +161,7 @@ def test_a_call_without_its_routing_fails_and_is_no_reward(start, monkeypatch, r
 
 
 def test_a_restarted_gateway_has_the_routing_of_the_calls_before(serve, model, tmp_path):
-    journal_id = journals.prepare(tmp_path / "journal")
+    journal_id = journal_folder.prepare(tmp_path / "journal")
     with ScriptedEngine(lambda _: "reply", routing=ROUTING) as engine:
         for said in (["Hi"], ["Hi", "reply", "More"]):
             gateway = serve(engine.url, model=model, journal=tmp_path / "journal")

@@ -12,7 +12,7 @@ from agent_wrapper.contract import Trajectory
 from builders import assistant, user
 from gateway_fixtures import make_app, post_raw
 from gateway_server import CONTROL_KEY, session_key
-from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.workbench.local.scripted import ScriptedEngine
 
 ONE, TWO = user("One?"), user("Two?")
@@ -54,7 +54,7 @@ class Client:
 @pytest.fixture
 async def start(byte_model, byte_bundle, tmp_path):
     """`await start(*replies)` is a client of a new gateway with one journal."""
-    journal_id = journals.prepare(tmp_path / "gateway" / "0-of-1")
+    journal_id = journal_folder.prepare(tmp_path / "gateway" / "0-of-1")
     async with AsyncExitStack() as stack:
         running: list[AsyncExitStack] = []
 

@@ -14,7 +14,7 @@ from builders import complete, eventually, report, session_of, user
 from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import read_claims, shard_of
 from rollout_backend.errors import ServingError, StartupError
-from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.model.serving.gateway_fleet import GatewayFleet
 from rollout_backend.model.serving.run_secret import key_secret
 from rollout_backend.model.serving.supervisor import Probing
@@ -132,7 +132,7 @@ async def test_a_gateway_whose_disk_does_not_answer_restarts_without_a_journal(s
         fleet = await start(engine, events)
         earlier, identity = fleet.endpoint(claims("earlier")), fleet.identity
         assert await say(earlier, [], "Begin.") == "one"
-        monkeypatch.setattr(journals, "prepare", Mock(side_effect=TimeoutError))
+        monkeypatch.setattr(journal_folder, "prepare", Mock(side_effect=TimeoutError))
         await kill(fleet)
         await eventually(lambda: events == [("gateway", "died"), ("gateway", "restarted")])
         with pytest.raises(openai.APIStatusError, match="lost with the journal"):

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from rollout_backend.base import disk
 from rollout_backend.core.manifest import Manifest
-from rollout_backend.model.gateway.sessions import journal
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.step import restart as restart_module
 from rollout_backend.run.step.in_flight import InFlightLog, OpenSessions
@@ -63,7 +63,7 @@ def lost_journals_pass_for_complete() -> Patch:
         return resumable_attempts(before and before.model_copy(update={"gateway": now.gateway}), now, notes, wall)
 
     return all_of(
-        patch.object(journal, "check_journal", lambda *_: None),
+        patch.object(journal_folder, "check_journal", lambda *_: None),
         patch.object(restart_module, "resumable_attempts", broken),
     )
 

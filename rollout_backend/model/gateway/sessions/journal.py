@@ -1,11 +1,9 @@
 """Write sessions to files, so that a restarted gateway continues them.
 
-    FOLDER/journal_id         names this journal; a key is valid for the journal that its session started in
     FOLDER/sessions/NAME      the records of one session
     FOLDER/closed             the names of closed sessions
     FOLDER/reports            what agents of SageMaker's job runtime reported of their sessions: see `reports`
-    FOLDER/lock               held by the gateway that writes here
-    FOLDER/port               the port of the last gateway
+    FOLDER/journal_id, FOLDER/lock, FOLDER/port: see `journal_folder`
 
 A record is a length, a CRC-32, and msgpack:
 
@@ -32,14 +30,11 @@ Invariants:
 The journal survives the process, not the machine: it never calls fsync.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import math
 import os
-import secrets
-import stat
 import struct
 import time
 import zlib
@@ -53,62 +48,20 @@ import msgpack
 from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.base.atomic_file import write_file
 from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, Choice, session_lost
+from rollout_backend.core.model_call import Answer, Choice
 from rollout_backend.core.routed_experts import ExpertRows
-from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.dialects.base import to_json
 from rollout_backend.model.gateway.sessions.conversations import Continued, RecordedReply, RecordedTurn
+from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, lock
 from rollout_backend.model.rendering.segments import Completion, TurnPosition
 
-_PARTS = ("sessions", "closed", "journal_id")
 _HEAD = struct.Struct("<II")
-# Seconds for the previous gateway to send its last answers and exit.
-_WAIT_S = 15.0
-OPEN_FILES = 512
 _COMPACT_FROM = 1000
 
 Record = dict[str, Any]
 
 log = logging.getLogger(__name__)
-
-
-def check_journal(claims: SessionClaims, journal_id: str) -> None:
-    """Raise ApiError (410) for a session of another journal, because this one lacks its earlier turns."""
-    if claims.is_recorded and claims.journal_id != journal_id:
-        raise session_lost()
-
-
-def prepare(folder: Path, wait_s: float = _WAIT_S) -> str:
-    """Create the folder if it does not exist, wait until no gateway holds it, and return its journal_id.
-
-    Raises:
-        ConfigError: the folder cannot be used, other users can read it, or a gateway still holds it.
-    """
-    try:
-        for each in (folder.parent, folder):
-            each.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _lock(folder, wait_s):
-            # The folder is new, or incomplete and therefore lost.
-            if not all((folder / each).exists() for each in _PARTS):
-                (folder / "sessions").mkdir(exist_ok=True, mode=0o700)
-                write_file(folder / "closed", b"", private=True)
-                write_file(folder / "journal_id", secrets.token_hex(8).encode(), private=True)
-            return (folder / "journal_id").read_text()
-    except OSError as error:
-        raise ConfigError(f"the gateway's journal cannot be kept in {folder}: {error.strerror}") from None
-
-
-def read_port(folder: Path) -> int:
-    """Return the port of the folder's last gateway; 0 if unknown."""
-    try:
-        return int((folder / "port").read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def write_port(folder: Path, port: int) -> None:
-    write_file(folder / "port", str(port).encode(), private=True)
 
 
 def read_session(folder: Path, session_id: str) -> list[Record]:
@@ -125,10 +78,6 @@ def decode(data: memoryview) -> list[Any]:
     return [msgpack.unpackb(body) for body, _ in _complete(data)]
 
 
-class JournalHeld(ConfigError):
-    """Another gateway holds the journal."""
-
-
 class SessionJournal:
     """A journal in a folder made by `prepare`, held until `release` or the end of the process.
 
@@ -143,7 +92,7 @@ class SessionJournal:
         # Descriptors, least recently used first.
         self._open: dict[str, int] = {}
         try:
-            self._lock = _lock(folder, 0.0)
+            self._lock = lock(folder, 0.0)
             self.journal_id = (folder / "journal_id").read_text()
             self._left = {entry.name: entry.stat().st_mtime for entry in os.scandir(self._sessions)}
             closed = {name: until for name, until in self._closed_table.read().items() if until > time.time()}
@@ -303,31 +252,6 @@ def _complete(data: memoryview) -> Iterator[tuple[memoryview, int]]:
             break
         at += _HEAD.size + length
         yield body, at
-
-
-def _lock(folder: Path, wait_s: float) -> Any:
-    """Lock the folder. The lock is held while the returned file is open.
-
-    Raises:
-        ConfigError: another process holds it, or other users can read the folder.
-    """
-    found = folder.stat()
-    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
-        raise ConfigError(f"other users can read the gateway's journal {folder}: chmod 700 it, or delete it")
-    file = os.fdopen(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
-    until = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                file.close()
-                raise JournalHeld(
-                    f"another gateway uses {folder}: does this run already run elsewhere? Give it another run_id"
-                ) from None
-            time.sleep(0.05)
-        else:
-            return file
 
 
 # --- records ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from builders import assistant, system, user
 from rollout_backend.config import ModelConfig
 from rollout_backend.core.images import read_image
 from rollout_backend.core.seal import Sealer
-from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.model.gateway.sessions.conversations import Conversations
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.workbench.local.scripted import ScriptedEngine, ToolCall
@@ -229,7 +229,7 @@ def test_image_lengths_equal_those_of_the_renderer(sees):
 
 def test_images_survive_restarts_of_the_gateway_and_are_sealed(serve, engine, seeing, sees, tmp_path):
     folder = tmp_path / "gateway" / "0-of-1"
-    journal_id = journals.prepare(folder)
+    journal_id = journal_folder.prepare(folder)
     more = {"model": seeing, "journal": folder, "seal_secret": SEAL_SECRET}
     history: list[dict] = [ask(RED)]
     for data in (BLUE, RED, None):
