@@ -103,7 +103,7 @@ train-smoke: engine verl  ## two steps of a tiny model, on both of verl's traine
 bench: engine verl  ## all benchmarks, against other projects: an hour; the tables and a picture are in runs/bench
 	$(RUN)/python benchmarks/run_all.py
 
-results: engine verl  ## docs/results.md: all experiments again but the long run, against other projects; three hours
+results: engine verl  ## docs/results.md: all experiments again but the long runs, against other projects; three hours
 	rm -rf runs/results
 	$(RUN)/python benchmarks/faults.py --json runs/results/faults.json
 	$(RUN)/python docs/make_results.py --from runs/results/faults.json

@@ -29,7 +29,7 @@ _HEAD = """\
 
 Generated from `docs/results.json` by `python docs/make_results.py`; do not edit.
 
-The results of experiments, each with the command that repeats it; `make results` repeats all but the long run. How
+The results of experiments, each with the command that repeats it; `make results` repeats all but the last two. How
 fast the backend is: see [performance](performance.md). What it guarantees: see [reliability](reliability.md).
 """
 _FAULTS = """\
