@@ -248,6 +248,15 @@ def test_the_lowest_versions_that_are_declared_work(wheel: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_the_training_side_needs_no_other_extra(wheel: str, tmp_path: Path) -> None:
+    here = Installed(tmp_path, sys.executable)
+    pins = str(ROOT / "constraints" / "trainer.txt")
+    here.install("--constraint", pins, f"{NAME}[trainer] @ file://{wheel}")
+    here.run("python", "-c", "import rollout_backend.manager, rollout_backend.run.checks.examination")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
 @pytest.mark.release
 def test_every_extra_can_be_resolved_with_its_lowest_versions(extra: str) -> None:
