@@ -215,13 +215,13 @@ class GuardedRenderer:
         start = "".join([plain, *pieces]).find(reasoning)
         if start < 0:
             return reasoning
-        at, found = len(plain) - start, reasoning
+        parts, begun, at = list[str](), 0, len(plain) - start
         for piece in pieces:
-            if 0 < at <= len(found):
-                found = found[:at] + begin + found[at:]
-                at += len(begin)
+            if 0 < at <= len(reasoning):
+                parts += [reasoning[begun:at], begin]
+                begun = at
             at += len(piece)
-        return found
+        return "".join([*parts, reasoning[begun:]])
 
     def _read_again(
         self, form: CallFormat, parsed: ParsedResponse, ids: list[int], tools: Tools, whole: bool

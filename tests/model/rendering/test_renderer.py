@@ -8,7 +8,7 @@ from rollout_backend.errors import ConfigError
 from rollout_backend.model.rendering.chatml import ChatMLRenderer
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.workbench.local.scripted import BYTE_MODEL
-from vocabularies import model_folder
+from vocabularies import model_folder, tokenizer_folder
 
 
 @pytest.fixture
@@ -139,3 +139,25 @@ def test_code_of_the_model_runs_only_if_trusted(folder, monkeypatch, tmp_path):
     bundle = load_renderer(ModelConfig(path=path, renderer="chatml", trust_remote_code=True))
     assert (path / "ran").exists()
     assert type(bundle.tokenizer).__name__ == "Own"
+
+
+class Counted(str):
+    """A marker that counts the characters of the texts to which it is added."""
+
+    characters = 0
+
+    def __radd__(self, text):
+        Counted.characters += len(text)
+        return text + str(self)
+
+
+def test_the_work_on_repeated_marks_of_reasoning_is_linear():
+    bundle = load_renderer(
+        ModelConfig(path=tokenizer_folder("qwen3"), name="m", renderer="qwen3", context_length=8192)
+    )
+    bundle.renderer._reasoning_open = Counted("<think>")
+    thought = "a" + "<think>b" * 3000
+    ids = bundle.tokenizer.encode(f"<think>\n{thought}\n</think>\n\nYes.<|im_end|>", add_special_tokens=False)
+    parsed = bundle.renderer.parse_response(ids, prompt_ids=[])
+    assert (parsed.reasoning_content, parsed.content) == (thought, "Yes.")
+    assert Counted.characters <= len(thought)
