@@ -85,7 +85,7 @@ class Presigner:
             raise PreflightError(f"storage.presigned: {error}") from error
         except aws.NO_ANSWER as error:
             raise PreflightError(f"storage.presigned: writing by a presigned URL failed: {error}") from error
-        named = re.search(rb"<Code>(.+?)</Code>\s*<Message>(.*?)</Message>", said, re.DOTALL)
+        named = re.search(rb"<Code>([^<]+)</Code>\s*<Message>([^<]*)</Message>", said)
         code, message = (part.decode(errors="replace") for part in named.groups()) if named else ("", "")
         log_call("s3", "PutObject by a presigned URL", status, code or ("AccessDenied" if status == 403 else ""))
         if status != 200:
