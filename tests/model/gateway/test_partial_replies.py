@@ -8,8 +8,10 @@ import pytest
 from agent_wrapper.contract import VersionSpan
 from builders import Held, assistant, function_call, function_tool, tool_result, user
 from rollout_backend.config import ExpertShape, ModelConfig
+from rollout_backend.core.model_call import Delta, ModelCall
 from rollout_backend.core.routed_experts import ExpertRows, unpack
 from rollout_backend.model.gateway.sessions import journal as journals
+from rollout_backend.model.gateway.sessions.calls import InFlightCall
 from rollout_backend.model.gateway.sessions.conversations import Conversations
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.model.rendering.reply import read_tokens
@@ -278,6 +280,23 @@ def test_a_call_waits_for_the_end_of_the_stream_that_it_continues(play, in_threa
         list(lines)
     [row] = gateway.trajectory().segments
     assert len(row.turns) == 2
+
+
+class Counted(str):
+    """A text that counts the characters to which it is added."""
+
+    characters = 0
+
+    def __radd__(self, text):
+        Counted.characters += len(text)
+        return text + str(self)
+
+
+def test_what_a_client_may_have_read_is_put_together_in_linear_time():
+    call = InFlightCall(ModelCall("", (), n=2))
+    call.deltas = [Delta(kind, Counted("ab"), choice=i % 2) for i in range(1000) for kind in ("reasoning", "text")]
+    assert call.said() == [assistant("ab" * 500, reasoning_content="ab" * 500)] * 2
+    assert Counted.characters <= 4000
 
 
 def test_a_closed_stream_that_no_call_continues_is_counted_and_not_trained(play):

@@ -147,13 +147,10 @@ class InFlightCall:
 
     def said(self) -> list[Message]:
         """Return what the client of a stream may have read of each choice."""
-        read: list[Message] = [
-            {"role": "assistant", "content": "", "reasoning_content": ""} for _ in range(self.call.n)
-        ]
+        read: list[dict[str, list[str]]] = [{"content": [], "reasoning_content": []} for _ in range(self.call.n)]
         for delta in self.deltas:
-            field = "reasoning_content" if delta.kind == "reasoning" else "content"
-            read[delta.choice][field] += delta.text
-        return read
+            read[delta.choice]["reasoning_content" if delta.kind == "reasoning" else "content"].append(delta.text)
+        return [{"role": "assistant", **{name: "".join(texts) for name, texts in each.items()}} for each in read]
 
     def outcome(self) -> Answer:
         """Return the answer of a finished call, or raise its error."""
