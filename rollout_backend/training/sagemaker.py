@@ -443,12 +443,10 @@ class SageMakerService:
 
 
 def _is_refusal(error: ClientError) -> bool:
-    """Return whether a repeated call would be refused as well. A quota of sessions is free again once one ends, and
-    only a proxy's page has no code but its status."""
-    if aws.status_of(error) >= 500 or aws.is_throttled(error) or aws.is_renewable(error):
+    """Return whether a repeated call would be refused as well. A quota of sessions is free again once one ends."""
+    if aws.status_of(error) >= 500 or aws.is_throttled(error) or aws.is_renewable(error) or aws.is_of_proxy(error):
         return False
-    code = aws.code_of(error)
-    return code != "ResourceLimitExceeded" and not code.isdecimal()
+    return aws.code_of(error) != "ResourceLimitExceeded"
 
 
 def _billed(session: Mapping[str, Any]) -> dict[str, int]:

@@ -107,6 +107,11 @@ def is_foreign(body: bytes) -> bool:
         return not body.lstrip().startswith(b"<")
 
 
+def is_of_proxy(error: ClientError) -> bool:
+    """Return whether a proxy refused the call: its page is dropped, so the status is the only code."""
+    return code_of(error).isdecimal()
+
+
 def reason(error: BaseException) -> str:
     """Describe in one line why a call failed."""
     if isinstance(error, ClientError):
@@ -232,7 +237,7 @@ def _refusal(error: ClientError, what: str, setting: str) -> str:
         )
     if is_throttled(error) or status >= 500:
         advice = "The service is busy: start the run again later"
-        if code.isdecimal():
+        if is_of_proxy(error):
             # AWS has no such code: a proxy, or a server that is not this service, sent it.
             advice += f", or another server answers. {_ENDPOINT_ADVICE}"
         return f"{what} was not reached: {said}. {advice}"

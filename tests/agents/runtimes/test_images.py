@@ -387,6 +387,9 @@ async def test_a_container_that_cannot_be_started_fails_its_own_rollouts(start):
     [
         ("ThrottlingException", 429, "runtime_not_ready"),
         ("ServiceQuotaExceededException", 402, "runtime_not_ready"),
+        # A proxy's page has no code.
+        ("400", 400, "runtime_not_ready"),
+        ("403", 403, "runtime_not_ready"),
         ("AccessDeniedException", 403, "access_denied"),
         ("ExpiredTokenException", 403, "credentials_expired"),
         ("ValidationException", 400, "runtime_create_failed"),

@@ -460,7 +460,8 @@ def _classify(cause: BaseException | None, text: str) -> RuntimeCallError:
             return InvokeRejected(text, reason="access_denied")
         if aws.is_renewable(cause):
             return NoCredentials(text)
-        if aws.is_throttled(cause) or aws.status_of(cause) >= 500 or aws.status_of(cause) in (402, 404, 409):
+        status = aws.status_of(cause)
+        if aws.is_throttled(cause) or aws.is_of_proxy(cause) or status >= 500 or status in (402, 404, 409):
             return RuntimeNotReady(text)
     elif isinstance(cause, aws.UNSIGNED):
         return NoCredentials(text)
