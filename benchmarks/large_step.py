@@ -86,7 +86,6 @@ async def call(size: Size, model: Path) -> dict[str, Any]:
     return {
         "refused": sum(refused.values()),
         "cpu_ms": sum(by_turn) / size.turns,
-        "first_cpu_ms": by_turn[0],
         "early_cpu_ms": sum(by_turn[1 : 1 + quarter]) / quarter,
         "late_cpu_ms": sum(by_turn[-quarter:]) / quarter,
         "gateway_mib": peak / MIB,
@@ -111,7 +110,7 @@ async def fetch(sessions: Sequence[Session]) -> int:
 
 def collected(size: Size) -> dict[str, Any]:
     found = asyncio.run(collection.measure("ours", collection.Work(size.sessions, tokens=size.tokens)))
-    return {"collect_cpu_ms": found["cpu_ms"], "collect_s": found["last_s"], "collect_mib": found["peak_mib"]}
+    return {"collect_cpu_ms": found["cpu_ms"], "collect_mib": found["peak_mib"]}
 
 
 def trained(size: Size) -> dict[str, Any]:

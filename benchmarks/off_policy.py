@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from common import Table, arguments, described, machine, write
 from omegaconf import OmegaConf
-from tiny_learner import SUMS, fit_sums, question, row_of
+from tiny_learner import SUMS, fit_sums, probability, question, row_of
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
@@ -79,10 +79,10 @@ class Sums:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self._prompts: dict[tuple[int, int], list[int]] = {}
         self._right: dict[tuple[int, int], list[int]] = {}
-        self._right_rows: list[tuple[list[int], list[int]]] = []
+        self.right_rows: list[tuple[list[int], list[int]]] = []
         for a, b in SUMS:
             ids, sampled = row_of(tokenizer, [question(a, b), str(a + b)])
-            self._right_rows.append((ids, sampled))
+            self.right_rows.append((ids, sampled))
             self._prompts[a, b] = ids[: sampled.index(1)]
             self._right[a, b] = ids[sampled.index(1) :]
         self._end = tokenizer.eos_token_id
@@ -106,16 +106,6 @@ class Sums:
             ]
         )
         return Batch(prompts, answers, mask, torch.stack(logprobs, 1), rewards)
-
-    @torch.no_grad()
-    def probability(self, model: Any) -> float:
-        """Return the mean probability of the right answer."""
-        rows, masks = (
-            torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in found], batch_first=True)
-            for found in zip(*self._right_rows, strict=True)
-        )
-        logprobs = -cross_entropy(model(rows).logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
-        return float((logprobs * masks[:, 1:]).sum(1).exp().mean())
 
 
 def logprobs_of(model: Any, batch: Batch) -> torch.Tensor:
@@ -161,13 +151,13 @@ def train(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     waiting: deque[Batch] = deque()
-    found = [sums.probability(model)]
+    found = [probability(model, sums.right_rows)]
     for _ in range(batches):
         while len(waiting) <= age:
             drawn = draw.sample(SUMS, QUESTIONS)
             waiting.append(sums.sample(model, [each for each in drawn for _ in range(GROUP)]))
         update(model, optimizer, waiting.popleft(), correction)
-        found.append(sums.probability(model))
+        found.append(probability(model, sums.right_rows))
     return found
 
 

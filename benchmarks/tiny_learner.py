@@ -65,8 +65,6 @@ def fit_sums(folder: Path, seed: int, target: float) -> None:
     Raises:
         RuntimeError: a fit does not end within MAX_STEPS.
     """
-    import torch
-
     model, optimizer, tokenizer = _start(folder, seed)
     rows = {(a, b, answer): row_of(tokenizer, [question(a, b), str(answer)]) for a, b in SUMS for answer in ANSWERS}
     right = [rows[a, b, a + b] for a, b in SUMS]
@@ -75,14 +73,21 @@ def fit_sums(folder: Path, seed: int, target: float) -> None:
         batch = [rows[a, b, draw.choice(ANSWERS) if knows and draw.random() < NOISE else a + b] for a, b in SUMS]
         logprobs_B_T, mask_B_T = _logprobs(model, batch)
         _take_step(model, optimizer, -(logprobs_B_T * mask_B_T).sum(-1).mean())
-        with torch.no_grad():
-            logprobs_B_T, mask_B_T = _logprobs(model, right)
-            probability = float((logprobs_B_T * mask_B_T).sum(-1).exp().mean())
-        knows = knows or probability >= KNOWN
-        if knows and probability <= target:
+        found = probability(model, right)
+        knows = knows or found >= KNOWN
+        if knows and found <= target:
             model.save_pretrained(folder)
             return
-    raise RuntimeError(f"after {MAX_STEPS} steps the model is right with probability {probability:.2f}")
+    raise RuntimeError(f"after {MAX_STEPS} steps the model is right with probability {found:.2f}")
+
+
+def probability(model: Any, rows: Sequence[Row]) -> float:
+    """Return the mean probability with which the model samples what is sampled in each row."""
+    import torch
+
+    with torch.no_grad():
+        logprobs_B_T, mask_B_T = _logprobs(model, rows)
+        return float((logprobs_B_T * mask_B_T).sum(-1).exp().mean())
 
 
 def row_of(tokenizer: Any, texts: Sequence[str]) -> Row:
