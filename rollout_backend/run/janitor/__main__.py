@@ -36,6 +36,8 @@ _POLL_S = 2.0
 # S3 timestamps have a resolution of 1 s.
 _CLOCK_S = 2.0
 _STOPPERS = 8
+# A runtime's own limit for a stop may start again with each byte of an answer.
+_STOP_S = 300.0
 _DISK_S = 60.0
 # These delays outlast a credentials refresh, a clock correction or throttling.
 _RETRY_S = (15.0, 60.0, 180.0)
@@ -251,6 +253,12 @@ def stop_sessions(
         except Exception as error:
             errors[session] = error
 
+    def stop_in_time(stop_one: Callable[[str], bool], session: str) -> None:
+        errors[session] = TimeoutError(f"no answer within {_STOP_S:g} s")
+        stopping = threading.Thread(target=stop, args=(stop_one, session), daemon=True)
+        stopping.start()
+        stopping.join(_STOP_S)
+
     for pause_s in (0.0, *retry_s):
         left = [session for session in sessions if session not in existed]
         if not left:
@@ -259,7 +267,7 @@ def stop_sessions(
         stop_one = make(cleanup["options"])
         with ThreadPoolExecutor(_STOPPERS) as pool:
             for session in left:
-                pool.submit(stop, stop_one, session).add_done_callback(report_failure("a stop"))
+                pool.submit(stop_in_time, stop_one, session).add_done_callback(report_failure("a stop"))
                 time.sleep(1 / per_s)
     for session in errors.keys() - existed.keys():
         log.warning("session %s could not be stopped and ends at its idle timeout: %s", session, errors[session])

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from rollout_backend.config import StorageConfig, load_config
 from rollout_backend.errors import OutcomeUnknown, QuotaExceeded
 from rollout_backend.run.collect.queue import queue_name
 from rollout_backend.run.collect.store import ResultStore
+from rollout_backend.run.janitor import __main__ as janitor
 from rollout_backend.run.janitor.__main__ import RunState, _s3_client, clean_up, stop_sessions
 from rollout_backend.run.janitor.janitor_process import Janitor, WatchedRuntime
 from rollout_backend.run.lease import LeaseHolder, RunLease
@@ -448,3 +450,15 @@ def test_a_stop_that_fails_is_repeated_by_a_new_stopper(monkeypatch):
     ended = stop_sessions(cleanup, 1000, ["at once", "later", "gone", "never"], retry_s=(0.0, 0.0))
     assert ended == ["at once", "later", "gone"]
     assert Counter(Unsteady.tries) == {"at once": 1, "later": 2, "gone": 1, "never": 3}
+
+
+def endless_stopper(options: dict[str, Any]) -> Callable[[str], bool]:
+    """Return a function whose calls for the first sessions never end, as if their answers trickled."""
+    return lambda session: int(session) > 8 or threading.Event().wait()
+
+
+def test_stops_that_never_end_hold_up_no_others(monkeypatch):
+    monkeypatch.setattr(janitor, "_STOP_S", 0.5)
+    cleanup = {"stopper": f"{__name__}.endless_stopper", "options": {}}
+    ended = stop_sessions(cleanup, 1000, [str(number) for number in range(1, 13)], retry_s=())
+    assert ended == ["9", "10", "11", "12"]
