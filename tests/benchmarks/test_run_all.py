@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.release
+@pytest.mark.timeout(1200)
 def test_parts_run_with_little_work(tmp_path):
     parts = ["collection", "gateway"]
     if (ROOT / ".venv-verl").is_dir():
