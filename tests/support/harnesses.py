@@ -28,6 +28,7 @@ ONE_ROW = ("first_call",)
 PYTHON = dict.fromkeys(
     ("agency-swarm.txt", "fast-agent.txt", "mistral-vibe.txt", "openhands.txt", "terminus.txt"), "3.12"
 )
+SERVICES = {"aws.txt": "awscli moto[all,server]", "ministack.txt": "ministack"}
 
 
 def said(name: str, **arguments: object) -> str:
@@ -845,9 +846,8 @@ def pin() -> None:
     """Write the newest versions into these files of pins/, by default into all."""
     for file in sys.argv[1:] or sorted(path.name for path in (FOLDER / "pins").iterdir()):
         path = FOLDER / "pins" / file
-        packages = sorted({word for each in HARNESSES if each.pins == file for word in each.install.split()}) or [
-            path.stem
-        ]
+        installs = [each.install for each in HARNESSES if each.pins == file] or [SERVICES[file]]
+        packages = sorted({word for install in installs for word in install.split()})
         if path.suffix == ".txt":
             options = [
                 "--python-version",

@@ -159,7 +159,7 @@ async def _describe(
                     raise
                 raise PreflightError(
                     f"there is no stack {name} in {region}: deploy {template}, which `rollout infra` writes, under "
-                    "that name, or set AWS_REGION"
+                    "that name, or set AWS_REGION. If you have deleted it, rollout down CONFIG removes what is left"
                 ) from error
     status = stack["StackStatus"]
     if status == "ROLLBACK_COMPLETE":
