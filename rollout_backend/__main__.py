@@ -29,7 +29,9 @@ def main() -> None:
         if extra is None:
             raise
         name = f"rollout {command}".rstrip()
-        print(f"error: {name} needs {module}: pip install '{_PACKAGE}[{extra}]'", file=sys.stderr)
+        # The package is on no registry.
+        install = f"install the extra {extra} from a checkout: pip install '.[{extra}]'"
+        print(f"error: {name} needs {module}: {install}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

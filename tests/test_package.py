@@ -243,7 +243,7 @@ def test_the_lowest_versions_that_are_declared_work(wheel: str, tmp_path: Path) 
             alone.run("rollout", "relay", "--help")
         else:
             alone.run("python", "-c", "import agent_wrapper.exec")
-        assert "pip install 'rollout-backend[trainer]'" in alone.run("rollout", "ls", code=2)
+        assert "pip install '.[trainer]'" in alone.run("rollout", "ls", code=2)
 
 
 @pytest.mark.slow

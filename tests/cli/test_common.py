@@ -129,7 +129,8 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(missing, com
         [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     name = f"rollout {command.partition(' ')[0]}".strip()
-    assert done.stderr == f"error: {name} needs {missing}: pip install 'rollout-backend[{extra}]'\n"
+    install = f"install the extra {extra} from a checkout: pip install '.[{extra}]'"
+    assert done.stderr == f"error: {name} needs {missing}: {install}\n"
     assert done.returncode == 2
 
 
