@@ -135,32 +135,16 @@ def test_no_client_that_serves_several_sessions_keeps_cookies():
     assert keeping == []
 
 
-GATEWAY = """
-import sys
-read = []
-sys.addaudithook(lambda event, given: read.append(str(given[0])) if event == "open" else None)
-from rollout_backend.model.gateway.__main__ import import_server
-import_server()
-print(*sys.modules)
-print(sum(name.endswith("modeling_llama.py") for name in read))
-import transformers
-from transformers.utils import import_utils
-models = transformers.models.__file__
-listed = import_utils.spread_import_structure(import_utils.create_import_structure_from_path(models))
-print(import_utils.define_import_structure(models) == listed)
-"""
-
-
-def test_gateway_process_loads_nothing_that_starts_gateways_and_lists_models_once(tmp_path):
+def test_gateway_process_loads_nothing_that_starts_gateways(tmp_path):
     (tmp_path / "torch.py").touch()  # the trainer's environment has torch, which transformers import if it is there
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
     (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0\n")
     (tmp_path / "torch-2.13.0.dist-info" / "top_level.txt").write_text("torch\n")
+    code = "import sys; from rollout_backend.model.gateway.__main__ import import_server; import_server(); "
+    code += "print(*sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", GATEWAY], capture_output=True, text=True, check=True, env=env)
-    modules, times_read, lists_the_same = run.stdout.splitlines()
-    assert (times_read, lists_the_same) == ("1", "True")
-    loaded = modules.split()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    loaded = run.stdout.split()
     assert {"rollout_backend.model.gateway.server", "renderers"} <= {*loaded}
     packages = {name.partition(".")[0] for name in loaded}  # `openai.types` stays if `openai` alone is taken out
     assert "rollout_backend.model.serving" not in loaded

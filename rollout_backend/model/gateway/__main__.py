@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -93,32 +92,10 @@ def import_server() -> ModuleType:
     sys.modules |= {"openai": unused, "torch": None}  # type: ignore[dict-item]
     # One of the advisory warnings says that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    list_models_once()
     from rollout_backend.model.gateway import server
 
     del sys.modules["openai"], sys.modules["torch"]
     return server
-
-
-def list_models_once() -> None:
-    """Let `transformers` read the 1,600 files of its models once: it lists them for itself, then for its `models`."""
-    import transformers
-    from transformers.utils import import_utils
-
-    listed, folder = import_utils.define_import_structure, Path(transformers.__file__).parent / "models"
-
-    def list_once(path: str, prefix: str | None = None) -> Any:
-        if prefix is not None or Path(path) != folder / "__init__.py":
-            return listed(path, prefix)
-        # `transformers` has just called it with these arguments, and keeps what it returned.
-        known = listed(folder, prefix="models").items()
-        start = "models."
-        return {
-            needed: {name.removeprefix(start): found for name, found in modules.items() if name.startswith(start)}
-            for needed, modules in known
-        }
-
-    import_utils.define_import_structure = list_once
 
 
 if __name__ == "__main__":
