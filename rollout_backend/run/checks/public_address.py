@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from rollout_backend.base.addresses import host_port, is_everywhere, is_loopback, listen_addresses
-from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig
+from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig, is_placeholder
 from rollout_backend.config.gateway import AUTO
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.model.serving.gateway_process import own_address, public_gateway_config, public_url
@@ -65,7 +65,10 @@ async def _check_name(config: RolloutConfig, setting: str, host: str, *, plain: 
     try:
         answer = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        text = f"the name {host} cannot be resolved ({error.strerror or error}): create its DNS record, or correct it"
+        advice = "create its DNS record, or correct it"
+        if is_placeholder(config.gateway.public_url):
+            advice = "it is an example's. Set the address at which agents reach this machine"
+        text = f"the name {host} cannot be resolved ({error.strerror or error}): {advice}"
         return CheckResult("problem", setting, text, "gateway-dns")
     addresses = sorted({str(address[0]) for *_, address in answer})
     text = f"{host} is {', '.join(addresses)}"

@@ -395,10 +395,13 @@ async def test_a_certificate(tmp_path, monkeypatch, shown, host, days, trusted, 
     assert found.level == level
 
 
-async def test_a_name_that_does_not_resolve():
-    found = await check_public_address(run_config(gateway={"public_url": "http://gateway.invalid"}))
+@pytest.mark.parametrize(
+    ("name", "advice"), [("invalid", "create its DNS record"), ("example.com", "it is an example's. Set the address")]
+)
+async def test_a_name_that_does_not_resolve(name, advice):
+    found = await check_public_address(run_config(gateway={"public_url": f"http://gateway.{name}"}))
     assert [each.level for each in found] == ["problem", "unchecked"]
-    assert "create its DNS record" in found[0].text
+    assert advice in found[0].text
 
 
 async def test_a_private_address_for_agents_in_the_public_network():
