@@ -29,7 +29,7 @@ def main() -> None:
         if extra is None:
             raise
         name = f"rollout {command}".rstrip()
-        # The package is on no registry.
+        # No package index has this package.
         install = f"install the extra {extra} from a checkout: pip install '.[{extra}]'"
         print(f"error: {name} needs {module}: {install}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -92,7 +92,7 @@ class _ThreadedHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        # Lines that found no place, lines that could not be written, and those of both that the log names.
+        # How many lines found the queue full, how many could not be written, and how many of these it has reported.
         self._refused = self._failed = self._named = 0
         self._lines: queue.Queue[bytes] = queue.Queue(_LINES_KEPT)
         threading.Thread(target=self._write, name="log", daemon=True).start()

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import chain, islice
 
 import numpy as np
@@ -169,18 +170,27 @@ def rows_of(
     rows = []
     moved = np.count_nonzero(without_row) if pieces else 0
     # A row has the rewards of all turns, and its own on their tokens.
-    total = math.fsum(chain(without_row, *(each for _, _, each in pieces)))
+    total = _exact_sum([*without_row, *chain(*(each for _, _, each in pieces))])
     for index, (segment, cut, turn_rewards) in enumerate(pieces):
         scores, own = _turn_scores(segment, cut, turn_rewards)
         moved += np.count_nonzero(turn_rewards) - own
         if own_turns_only:
             others = without_row if index == len(pieces) - 1 else []
         else:
-            others = [total, *(-each for each in turn_rewards)]
+            others = [*total, *(-each for each in turn_rewards)]
         scores[-1] += math.fsum((rollout.reward, *others))
         row = _row(segment, cut, rollout, index, scores.astype(np.float32), own)
         rows.append(row if experts is None else replace(row, routed_experts=_routed(segment, cut)))
     return Rows(tuple(rows), truncated, unknown, int(moved))
+
+
+def _exact_sum(numbers: Sequence[float]) -> list[float]:
+    """Return a few numbers with exactly the same sum. A rounded sum would lose small rewards beside large ones."""
+    rest, parts = sum(map(Fraction, numbers), Fraction()), list[float]()
+    while part := float(rest):
+        parts.append(part)
+        rest -= Fraction(part)
+    return parts
 
 
 @dataclass(frozen=True, eq=False)

@@ -261,7 +261,7 @@ class RunLease:
 
     @property
     def is_silent(self) -> bool:
-        """Whether S3 has not answered for minutes after the lease's end."""
+        """Return whether the lease ended minutes ago and S3 has not answered since."""
         return self._left_s <= 0
 
     @property

@@ -227,7 +227,7 @@ class TinkerService:
             async with asyncio.timeout(timeout_s or self._settings.call_s):
                 yield
         except tinker.APIStatusError as error:
-            if not isinstance(error.body, Mapping):
+            if error.status_code < 500 and not isinstance(error.body, Mapping):
                 raise TrainingServiceError(f"{what}: a proxy answers for {where}: {_text(error)}") from error
             if isinstance(error, (tinker.AuthenticationError, tinker.PermissionDeniedError)):
                 raise ConfigError(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error

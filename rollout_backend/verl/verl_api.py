@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 SUPPORTED = "0.9.1"
 ANSWER_S = 60.0
-"""Time limit for an answer of one of verl's actors, which answers from memory. Ray itself would wait without one for
-an actor that lives and hangs."""
+"""Seconds to wait for one of verl's actors, which answer from memory. Ray would wait for a hung actor for ever."""
 ADAPTER = "verl_actor_lora_name"
 """The LoRA adapter that verl trains: its name in verl's SGLang servers. The middleware gives it to vLLM's, too."""
 

@@ -9,9 +9,10 @@ from rollout_backend.base.garbage_collection import exempt_loaded_objects, rare_
 
 @pytest.fixture(autouse=True)
 def _restored():
-    before = gc.get_threshold()
+    before, callbacks = gc.get_threshold(), [*gc.callbacks]
     yield
     gc.set_threshold(*before)
+    gc.callbacks[:] = callbacks
 
 
 def test_overlapping_steps_restore_the_thresholds_once_the_last_one_ends():

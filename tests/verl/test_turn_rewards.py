@@ -73,6 +73,11 @@ def test_the_reward_of_a_segment_without_a_row_is_on_the_last_token_of_the_rollo
     assert rows.moved_turn_rewards == 1
 
 
+def test_a_small_reward_of_another_row_is_not_lost_beside_a_large_one() -> None:
+    first, _ = scores(rows_of(rollout(0.0, (2.0**80, 0.0, 0.125), segment(1, 1), segment(1)), 1, 9))
+    assert first == [2.0**80, 0, 0.125]
+
+
 def test_a_legacy_row_has_the_rewards_of_the_segments_without_one() -> None:
     found = rows_of(rollout(1.0, (0.5, 0.25, -0.125), segment(1, 1), segment(3)), 1, 6)
     made = legacy_batch([found, None], 1, 6, 0)

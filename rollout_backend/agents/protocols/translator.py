@@ -201,7 +201,10 @@ class Translator(ABC, Generic[_P]):
                     await self._write(session)
         except ResultMissing:
             session.rejected_at = None
-        except (StoreError, RuntimeCallError, RunHeld) as error:
+        except RunHeld:
+            # The new manager asks for the result.
+            pass
+        except (StoreError, RuntimeCallError) as error:
             log.warning("session %s: the result could not be read and is retried: %s", session_id, error)
             return isinstance(error, InvokeRejected) and self._is_rejected_for_good(session)
         return True

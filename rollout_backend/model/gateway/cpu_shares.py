@@ -9,6 +9,7 @@ Invariants:
   one call in a hundred of the others.
 - Brief work counts only in part, and more of it while the event loop is busy. Sessions that share a busy event loop
   equally never wait.
+- The garbage collector's work is charged to nobody: it visits the objects of all sessions.
 - A session never waits for longer than `_MAX_PAUSE_S` at a time, and work that has begun is completed. A session of
   long units, each above a hundredth of `_MAX_PAUSE_S`, therefore exceeds its share.
 """
@@ -23,6 +24,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
+from rollout_backend.base.garbage_collection import own_thread_s
 from rollout_backend.base.logs import report_failure
 from rollout_backend.model.rendering.text_encoder import giving_way
 
@@ -65,17 +67,17 @@ class Worker:
         # An earlier unit may have let this one go first.
         if self._jobs:
             used_s = self._jobs[0][0]
-            with giving_way(partial(self._give_way, used_s, time.thread_time())):
+            with giving_way(partial(self._give_way, used_s, own_thread_s())):
                 self._run_first()
 
     def _give_way(self, used_s: float, began_s: float) -> None:
         """Run the waiting units of sessions that have used less CPU time than the session of the present unit. That
         session had used `used_s` when the unit began, and the thread `began_s`."""
-        while self._jobs and self._jobs[0][0] < used_s + time.thread_time() - began_s:
-            lent_from_s = time.thread_time()
+        while self._jobs and self._jobs[0][0] < used_s + own_thread_s() - began_s:
+            lent_from_s = own_thread_s()
             with giving_way(None):
                 self._run_first()
-            lent_s = time.thread_time() - lent_from_s
+            lent_s = own_thread_s() - lent_from_s
             self.lent_s += lent_s
             began_s += lent_s
 
@@ -185,11 +187,11 @@ class CpuShare:
 
         def timed() -> _T:
             nonlocal spent_s
-            began_s = time.thread_time() - worker.lent_s
+            began_s = own_thread_s() - worker.lent_s
             try:
                 return function(*args)
             finally:
-                spent_s = time.thread_time() - worker.lent_s - began_s
+                spent_s = own_thread_s() - worker.lent_s - began_s
 
         def finished() -> None:
             self.charge(spent_s)
@@ -237,13 +239,13 @@ class _Metered(Generic[_T]):
         work, share = self._work, self._share
         step: Callable[[], Any] = partial(work.send, None)
         while True:
-            began = time.thread_time()
+            began = own_thread_s()
             try:
                 waits_for = step()
             except StopIteration as result:
                 return cast(_T, result.value)
             finally:
-                share.charge(time.thread_time() - began)
+                share.charge(own_thread_s() - began)
             try:
                 yield waits_for
             except BaseException as error:

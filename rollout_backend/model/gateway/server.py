@@ -224,7 +224,7 @@ class Gateway:
         return answer
 
     async def heartbeat(self, request: Request) -> Response:
-        # Those that the trainer needs never wait behind the session's other work.
+        # The trainer needs one heartbeat for each time that it asks, so only further ones wait.
         if not self._parts.registry.record_heartbeat(self._parts.authenticator.session(request)):
             await self._enter(request)
         return Response(status_code=204)
@@ -330,8 +330,9 @@ class Gateway:
         return JSONResponse(dialect.error_body(error), status_code=error.status, headers=error.headers)
 
     async def _pace(self, request: Request) -> None:
-        """Let a refused request wait like any other. Agents repeat what is refused, some of them without a pause.
-        Requests without a valid session key have one share, except for the trainer's."""
+        """Delay a refused request until its session has paid for its earlier work, because some agents repeat refused
+        requests without a pause. All requests without a valid key share one session's part. The trainer's never wait.
+        """
         if self._parts.authenticator.has_control_key(request):
             return
         share = self._strangers

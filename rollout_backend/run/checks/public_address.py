@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
+from rollout_backend.base import aws
 from rollout_backend.base.addresses import host_port, is_everywhere, is_loopback, listen_addresses
 from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig, is_placeholder
 from rollout_backend.config.gateway import AUTO
@@ -188,7 +189,7 @@ async def _ask(setting: str, url: str, token: str | None) -> CheckResult:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), trust_env=True) as http,
             http.get(f"{url}/health", ssl=False) as reply,
         ):
-            status, body = reply.status, await reply.content.read(4096)
+            status, body = reply.status, await aws.read_up_to(reply, 4096)
     except (aiohttp.ClientError, TimeoutError) as error:
         why = str(error) or type(error).__name__
         text = f"{url} gives no answer ({why}): open the way to the gateway's port. {outside}"

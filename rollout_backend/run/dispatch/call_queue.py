@@ -85,7 +85,7 @@ class CallQueue:
         self._stops = AdaptiveRate(stop_per_s)
         self._shared = AdaptiveRate(calls_per_s) if calls_per_s is not None else None
         self.free_slots = math.inf
-        # Without one, calls wait for no lease.
+        # None if calls need no lease.
         self.lease: Lease | None = None
         # Heaps of waiting calls: negative priority, order of arrival, and the future that admits the call.
         self._waiting: dict[CallKind, list[tuple[int, int, asyncio.Future[None]]]] = {call: [] for call in CallKind}

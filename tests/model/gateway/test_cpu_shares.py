@@ -1,6 +1,7 @@
 """How sessions share the CPU time of a gateway. The time that passes is virtual, and so is what work costs."""
 
 import asyncio
+import gc
 import sys
 import threading
 from concurrent.futures import wait
@@ -9,6 +10,7 @@ from itertools import count
 import pytest
 
 from builders import Clock
+from rollout_backend.base.garbage_collection import exempt_loaded_objects
 from rollout_backend.model.gateway import cpu_shares
 from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares, Worker, charge_to, charged_task
 
@@ -220,3 +222,29 @@ def test_a_thread_is_free_once_its_units_have_ended_failed_or_been_cancelled():
     last.result(60)
     assert (busy_after, worker.is_busy) == ([True], False)
     worker.close()
+
+
+async def test_a_session_does_not_pay_for_collections_of_other_sessions_objects(shares, monkeypatch):
+    now = threading.local()
+    monkeypatch.setattr(cpu_shares.time, "thread_time", lambda: getattr(now, "s", 0.0))
+
+    def passes(phase: str = "start", *_) -> None:
+        now.s = getattr(now, "s", 0.0) + (phase == "start")
+
+    callbacks, thresholds = [*gc.callbacks], gc.get_threshold()
+    try:
+        exempt_loaded_objects()
+        gc.callbacks.append(passes)
+        share = CpuShare(shares)
+
+        async def collects() -> None:
+            gc.collect()
+
+        await charge_to(share, collects())
+        await share.run(gc.collect)
+        assert share.used_s == 0
+        await share.run(passes)
+        assert share.used_s > 0
+    finally:
+        gc.callbacks[:] = callbacks
+        gc.set_threshold(*thresholds)

@@ -48,7 +48,8 @@ _EXEC_S = 60.0
 _RENEW_BEFORE_S = 60.0
 _MAX_RETRY_AFTER_S = 60.0
 _MAX_ERROR_BYTES = 64_000
-# The server ends a watch after this many seconds. One that lasts longer was dropped, or something else answers.
+# The server ends a watch after `_WATCH_S`. If it is still open `_LATE_S` later, the connection is dead or a proxy
+# keeps it open.
 _WATCH_S, _LATE_S = 60, 15
 
 

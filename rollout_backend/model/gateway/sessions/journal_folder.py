@@ -21,7 +21,7 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
 
 _PARTS = ("sessions", "closed", "journal_id")
-# Seconds for the previous gateway to send its last answers and exit.
+# The previous gateway may need this long to send its last answers and exit.
 _WAIT_S = 15.0
 OPEN_FILES = 512
 

@@ -49,8 +49,11 @@ class JournalWriter:
     """Makes the calls of one journal. `on_lost` is called with the number of sessions that lost their journal."""
 
     def __init__(self, journal: SessionJournal, on_lost: Callable[[int], None], session_key_s: float) -> None:
-        """`session_key_s` is the longest validity of a key. Raises ConfigError if the names that an earlier process
-        has noted cannot be read."""
+        """`session_key_s` is how long a session's key is valid, in seconds.
+
+        Raises:
+            ConfigError: the names that an earlier gateway noted cannot be read.
+        """
         self._journal = journal
         self._on_lost = on_lost
         self._session_key_s = session_key_s
@@ -170,7 +173,7 @@ class JournalWriter:
             return
         try:
             if self._noting is None:
-                self._noting = _lock(self._noted_path, fcntl.LOCK_SH)
+                self._noting = _lock(self._noted_path, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._noted.append(lost)
         except OSError as error:
             log.warning("%d sessions end: neither the journal nor %s can be written: %s", len(lost), _MEMORY, error)
@@ -185,9 +188,9 @@ class JournalWriter:
 
 
 def delete_expired_names(now: float) -> None:
-    """Delete the names that gateways of this user have noted, if none of them runs and no key can be valid."""
+    """Delete what ended gateways of this user have noted, once their sessions' keys have expired."""
     for path in _MEMORY.glob(_NOTED + "[0-9a-f]" * 16):
-        # A gateway that runs holds the lock.
+        # The lock of a gateway that still runs makes this one fail.
         with suppress(OSError):
             if path.lstat().st_uid == os.getuid():
                 descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
