@@ -241,7 +241,10 @@ def _said(error: BaseException) -> str:
 def _classify_value(value: object) -> AgentResult:
     turn_rewards: tuple[float, ...] = ()
     if isinstance(value, Unscored):
-        message = "the agent returned no `reward`, and no scorer has computed one: see docs/rewards.md"
+        message = (
+            "the agent returned no `reward`, and no scorer has computed one: name a scorer by --scorer "
+            "FILE.py:FUNCTION or scoring.function (docs/rewards.md)"
+        )
         result = failed(Outcome.AGENT_ERROR, NO_REWARD, message)
     else:
         try:

@@ -260,7 +260,7 @@ class RolloutManager:
                 await asyncio.to_thread(self._traces.send, spans)
         except Exception:
             # A monitor never ends a step.
-            log.warning("metrics or traces of step %d are incomplete", step.step, exc_info=True)
+            log.warning("metrics or traces of step %s are incomplete", step.name, exc_info=True)
 
     async def _watch_gateways(self, first_call: FirstCall) -> None:
         """Sample the engines' load for the current steps. Log a warning if agents run for long and none of them has
@@ -365,7 +365,7 @@ class RolloutManager:
                 allow_subset=allow_subset,
                 adapter=adapter,
                 weights_are_counted=not weights,
-                trainer_name=describe_batch(number)[0] if self._started_by in TRAINERS else "",
+                trainer_name=self._trainer_name(number),
             )
             if named is not None:
                 request = replace(request, weights=f"{request.weights}+{named.engine_name}")
@@ -373,6 +373,10 @@ class RolloutManager:
             self._collecting.add(collecting)
             collecting.add_done_callback(self._collecting.discard)
             return await collecting
+
+    def _trainer_name(self, step: int) -> str:
+        """Return a step's number as the trainer counts it; empty without a trainer."""
+        return describe_batch(step)[0] if self._started_by in TRAINERS else ""
 
     def _check_tasks(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
         """Return the tasks, adapted to this run's runtime. Raises TaskFileError or ConfigError."""
@@ -389,7 +393,7 @@ class RolloutManager:
     async def _collect(self, request: StepRequest, on_group: Callable[[GroupResult], None]) -> StepResult:
         run, number = self._started, request.step
         if number in self._steps:
-            raise ConfigError(f"step {number} is being collected: wait for it, or give this call another step")
+            raise ConfigError(f"step {request.name} is being collected: wait for it, or give this call another step")
         # This raises if the adapter was unloaded since the request was made.
         run.serving.named_adapter(request.adapter)
         current = Step(request, run.for_steps, on_group)
@@ -520,7 +524,7 @@ class RolloutManager:
         """
 
         def check_unused() -> None:
-            users = [number for number, step in self._steps.items() if step.adapter == name]
+            users = [step.name for step in self._steps.values() if step.adapter == name]
             if users:
                 raise ConfigError(f"step {users[0]} samples with the adapter {name}: unload it after the step")
 
@@ -544,7 +548,7 @@ class RolloutManager:
     async def _ask_store(self, call: Callable[[ManifestStore], Awaitable[_T]], step: int) -> _T:
         services = self._started.for_steps
         until = asyncio.get_running_loop().time() + self.config.timeouts.collection_s
-        warn = log_retry(log, "the manifests from step %d cannot be read", step)
+        warn = log_retry(log, "the manifests from step %s cannot be read", self._trainer_name(step) or step)
         ask = functools.partial(call, services.manifests)
         return await retry_until(until, ask, StoreError, services.pauses.store, before_sleep=warn)
 

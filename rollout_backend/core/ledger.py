@@ -417,8 +417,10 @@ class Ledger:
     def phases(self) -> dict[Phase, int]:
         return {phase: self._phases[phase] for phase in Phase}
 
-    def reconcile(self) -> None:
-        """Raise LedgerError, which lists every rollout, if an invariant is broken."""
+    def reconcile(self, name: str = "") -> None:
+        """Raise LedgerError, which lists every rollout, if an invariant is broken.
+
+        `name` is the step's number as the trainer counts it."""
         faults = []
         settled = sum(entry.outcome is not None for entry in self.entries.values())
         if settled != len(self.entries):
@@ -431,6 +433,6 @@ class Ledger:
         if self.open_sessions:
             faults.append(f"{len(self.open_sessions)} sessions open: {', '.join(sorted(self.open_sessions))}")
         if faults:
-            lines = [f"step {self.step} does not reconcile: {'; '.join(faults)}"]
+            lines = [f"step {name or self.step} does not reconcile: {'; '.join(faults)}"]
             lines += [f"  {entry.describe()}" for entry in self.entries.values()]
             raise LedgerError("\n".join(lines))

@@ -93,7 +93,10 @@ MISTAKES = {
     ),
     "engines without SGLang": (
         {"serving": {"kind": "process"}},
-        "problem serving.python: SGLang is not installed in this environment",
+        "problem serving.python: SGLang is not installed in this environment: without a GPU, run `rollout engine "
+        "install --engine sglang` and set serving.device=cpu. On GPUs, install it in another environment by this "
+        "command, and set serving.python=engine/bin/python: uv venv engine && uv pip install --python "
+        "engine/bin/python sglang==",
     ),
     "interpreter that is not there": (
         {"serving": {"kind": "process", "python": "/no/python", "device": "cpu"}},

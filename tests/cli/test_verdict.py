@@ -49,7 +49,7 @@ def run_groups(rollout, settings, agent, run_id, tmp_path):
 
 
 def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_complete(
-    rollout, run_groups, tmp_path, run_id
+    rollout, run_groups, tmp_path, run_id, repository
 ):
     groups = [[0, 1], [1, 1], *([what, what] for what in ("long", "silent", "raise", "lost"))]
     code, verdict = run_groups(*groups, options=("--min-completed", 7), group={"size": 2, "min_viable": 1})
@@ -65,6 +65,12 @@ def test_a_run_names_losses_of_every_kind_and_exits_with_3_if_too_few_rollouts_c
     report = (tmp_path / "runs" / run_id / "report.html").read_text()
     assert "tasks always solved, and teach nothing: 2 of 3" in report
     assert "6 / 12" in report
+    # The page shows this run.
+    page = (repository / "docs" / "run-rollouts.md").read_text()
+    output = rollout("show", tmp_path / "runs" / run_id)[1]
+    quoted = re.findall(r"^  ! (.*?)(?: \(rollout show .*| *; \d+ more in the report)?$", page, re.MULTILINE)
+    assert len(quoted) == 4
+    assert [each for each in quoted if each not in output] == []
 
     shown = ("show", "task-00000.1", "--run", tmp_path / "runs" / run_id)
     code, output = rollout(*shown)

@@ -42,6 +42,8 @@ def test_an_open_rollout_does_not_reconcile_and_every_line_is_printed():
         ledger.reconcile()
     assert "planned 3, settled 1" in str(caught.value)
     assert all(rid in str(caught.value) for rid in IDS)
+    with pytest.raises(LedgerError, match="step 15 validation does not reconcile: "):
+        ledger.reconcile("15 validation")
 
 
 def test_an_unclosed_session_is_named_and_not_counted_as_open():

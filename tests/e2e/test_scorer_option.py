@@ -68,9 +68,12 @@ def test_a_run_takes_its_rewards_from_the_named_scorer(command: Command, tmp_pat
         assert reward_of(argv, tmp_path) == 0.25
 
 
-def test_dev_scores_with_it_and_an_equal_agent_gets_an_equal_reward(command: Command, tmp_path: Path):
-    """The script would give its second reply to this sum, which differs, after an edit that changes nothing."""
-    argv, environ = command("dev", "agent.py"), {**os.environ, "TMPDIR": str(tmp_path)}
+@pytest.mark.parametrize(("reply", "says"), [((), "It is 5."), (("--reply", "1"), "It is 6.")])
+def test_dev_scores_with_it_and_an_equal_agent_gets_an_equal_reward(
+    command: Command, tmp_path: Path, reply: tuple[str, ...], says: str
+):
+    """The script would give its next reply to this sum, which differs, after an edit that changes nothing."""
+    argv, environ = command("dev", "agent.py", *reply), {**os.environ, "TMPDIR": str(tmp_path)}
     shown = ""
     with subprocess.Popen(argv, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -86,5 +89,5 @@ def test_dev_scores_with_it_and_an_equal_agent_gets_an_equal_reward(command: Com
         finally:
             process.kill()
     said = re.findall(r"^assistant (.*?)  \(", shown, re.MULTILINE)
-    assert (len(said), len(set(said))) == (2, 1), shown
+    assert said == [says] * 2, shown
     assert re.findall(r"^reward (\S+)", shown, re.MULTILINE) == ["0.25"] * 2, shown

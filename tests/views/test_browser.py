@@ -103,9 +103,11 @@ def test_links_the_heatmap_and_the_keyboard_open_rollouts(report: Path, tmp_path
         const line = byId("timeline").querySelector("svg").getBoundingClientRect();
         byId("timeline").dispatchEvent(new MouseEvent("click", { clientX: line.left + 60, clientY: line.top + 30 }));
         await settle(); result.timeline = location.hash;
+        result.about = byId("viewer-body").textContent;
         """,
         tmp_path,
     )
+    assert "can be trained" in result["about"] or "cannot be trained" in result["about"]
     assert (result["linked"], result["next"]) == ("buy-3-pear.2", "buy-3-pear.3")
     assert result["tokens"] > 20
     assert result["readout"].startswith(f"{result['entered']}: ")

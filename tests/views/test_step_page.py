@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agent_wrapper.contract import Failure, Outcome, Rollout, readable
-from made_runs import MadeRun, make_run
+from made_runs import MadeRun, make_run, reopen_last_step
 from report_page import Page
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.core import formats
@@ -27,7 +27,7 @@ from rollout_backend.views.run_data import changed_settings, read_run
 from rollout_backend.views.words import WORDS
 from rollout_backend.workbench.local.cloud import ARN
 from rollouts import make_rollout, make_segment
-from run_folders import make_record, make_summary
+from run_folders import make_record, make_step, make_summary, write_training
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 '\" {{ 7 * 7 }}"
 
@@ -210,6 +210,38 @@ def test_an_interrupted_step_has_a_page(tmp_path: Path):
     assert read_run(tmp_path / "run").steps[0].summary.left_out == {"not settled": 2}
 
 
+@pytest.mark.parametrize(
+    ("lost", "css", "says"),
+    [
+        (0.0, "good", "✓ 12 of 12 rollouts completed"),
+        (1.0, "bad", "✗ nothing to train on: 0 of 12 rollouts completed"),
+    ],
+)
+def test_a_report_leads_with_the_verdict(tmp_path: Path, lost: float, css: str, says: str):
+    page = Page(write_report(make_run(tmp_path / "run", MadeRun(tasks=3, group=4, lost=lost))))
+    badges = [name for _, attributes in page.tags if (name := attributes.get("class") or "").startswith("badge ")]
+    assert badges == [f"badge {css}", "badge small good"]
+    assert f'<div class="badge {css}">{says}' in page.html
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_nothing_is_red_because_it_has_not_ended(tmp_path: Path, steps: int):
+    folder = make_run(tmp_path / "run", MadeRun(tasks=3, group=4, lost=0.0, steps=steps))
+    reopen_last_step(folder, still_open=12)
+    path = write_report(folder)
+    page = Page(path)
+    css = {css for _, attributes in page.tags for css in (attributes.get("class") or "").split()}
+    assert css & {"badge", "bad", "dn", "l0", "f-k0"} == {"badge"}
+    if steps > 1:
+        assert "trained 24 / 24 0 left out of ended steps" in page.text("overview")
+        path = folder / "report" / f"{steps - 1:08d}.html"
+    page = Page(path)
+    assert set(page.data["trained"]) == {None}
+    shown, _, others = page.html.partition("<details>")
+    assert (shown.count('data-until="'), others.count('data-until="')) == (10, 2)
+    assert "<summary>2 more</summary>" in others
+
+
 def test_large_numbers_are_written_out():
     assert [formats.number(each) for each in (999.7, 12_345.6, 999.9e6)] == ["1,000", "12,346", "0.9999 G"]
     distribution = histogram([10_000, 34_000])
@@ -327,3 +359,42 @@ def test_the_secret_path_of_a_local_cloud_is_not_shown():
         arn=ARN.format(region="us-east-1"), endpoint_url="http://127.0.0.1:4000/0123456789abcdef"
     )
     assert ("endpoint_url", "http://127.0.0.1:4000") in changed_settings(runtime)
+
+
+@pytest.mark.parametrize(
+    ("validations", "held_out"),
+    [
+        ((), ""),
+        ((0.25,), "; held-out reward 0.25"),
+        ((0.25, 0.75), "; held-out reward 0.25 to 0.75 in 2 validations"),
+    ],
+)
+def test_a_training_says_what_was_learned(tmp_path: Path, validations: tuple[float, ...], held_out: str):
+    steps = [(1000, [0.0, 0.5, 1.0]), (2000, [1.0, 1.0, 0.25])]
+    held = [(1500 + 1000 * number, [reward]) for number, reward in enumerate(validations)]
+    page = write_report(write_training(tmp_path / "run", *steps, *held)).read_text()
+    solved = "tasks always solved: 1 of 3 in the first step, 2 of 3 in the last"
+    assert f'<p class="learned">reward 0.5 to 0.75 in 2 steps; {solved}{held_out}</p>' in page
+
+
+@pytest.mark.parametrize(
+    ("idle", "badge"),
+    [
+        ((), ' good">✓ 7 of 7'),
+        ((2, 4, 5, 6, 7), '">2 of 7'),
+        ((1, 2, 3, 4, 5, 6, 7), ' bad">✗ 0 of 7'),
+    ],
+)
+def test_findings_that_many_steps_have_are_one(tmp_path: Path, idle: tuple[int, ...], badge: str):
+    archive = RunArchive(tmp_path / "run")
+    for step in range(1, 8):
+        doomed = (Outcome.CANCELLED, "group_doomed")
+        result = make_step({"a.0": 1.0, "a.1": float(step in idle), "b.0": doomed}, step=step)
+        archive.write_records(step, result.records)
+        archive.write_report(result.report)
+    archive.close()
+    page = Page(write_report(tmp_path / "run"))
+    assert f'<div class="badge{badge} steps had something to train on</div>' in page.html
+    assert page.html.count("nothing to train on: ") == min(1, len(idle))
+    assert ("steps 2, 4 to 7</a>: " in page.html) is (len(idle) == 5)
+    assert WORDS["group_doomed"] in {each["title"] for _, each in page.tags if each.get("href") == "#words"}

@@ -13,7 +13,14 @@ from agent_wrapper.contract import Failure, Outcome, Rollout, Segment
 from rollout_backend.run.accounts.findings import findings_of
 from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.run.accounts.summary import summarize
-from rollout_backend.views.terminal.view import print_record, print_rollout, print_step, print_words, print_wrapped
+from rollout_backend.views.terminal.view import (
+    TaskView,
+    print_record,
+    print_rollout,
+    print_step,
+    print_words,
+    print_wrapped,
+)
 from rollout_backend.views.words import WORDS
 from rollouts import make_rollout, make_segment
 from run_folders import make_record, make_step
@@ -181,6 +188,9 @@ def test_words_of_this_project_are_explained_where_they_are_met(screen, show):
     show(make_rollout(segments=[make_segment()]))
     doomed = RECORD.model_copy(update={"reason": "group_doomed"})
     print_record(screen.console, doomed, "3", with_outcome=True)
+    assert screen.text.count("group_doomed: ") == 1
+    TaskView("run", 3, "3", "task-a", None, (doomed, doomed)).print(screen.console)
+    assert screen.text.count("group_doomed: the rollout was cancelled") == 2
     show(make_step({"task-a.0": make_rollout()}))
     text = " ".join(screen.text.split())
     for word in ("segment", "weights", "group_doomed", "reconciles"):

@@ -48,6 +48,8 @@ class StepOverview:
     has_report: bool = False
     """False if the step is running or was interrupted."""
     balanced: bool = True
+    trains: bool = True
+    """Whether anything of the step can be trained. Known from the report."""
     staleness: float | None = None
     groups: tuple[int, int] = (0, 0)
     """Usable groups, and all groups. Known from the report."""
@@ -60,17 +62,18 @@ class StepOverview:
             return cls(found)
         staleness = report.staleness.mean if report.staleness is not None else None
         groups = sum(group.usable for group in report.groups), len(report.groups)
-        return cls(found, True, report.balanced, staleness, groups)
+        return cls(found, True, report.balanced, judge(report, summary).trains, staleness, groups)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`passed`: something can be trained, enough rollouts completed, and every session is closed.
+    """`passed`: the step `trains` something, enough rollouts completed, and every session is closed.
 
     `findings` starts with the most important one.
     """
 
     passed: bool
+    trains: bool
     findings: tuple[Finding, ...]
 
 
@@ -102,7 +105,7 @@ def judge(report: StepReport, summary: StepSummary, min_completed: int = 0) -> V
         text = f"{count(len(report.unclosed_sessions), 'session')} could not be closed"
         findings.append(Finding(Level.BAD, text))
     passed = why is None and completed >= min_completed and report.balanced
-    return Verdict(passed, tuple(findings))
+    return Verdict(passed, why is None, tuple(findings))
 
 
 def _nothing_to_train(report: StepReport, usable: list[GroupReport]) -> str | None:

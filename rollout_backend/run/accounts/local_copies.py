@@ -72,5 +72,5 @@ class LocalCopies:
         for folder in FOLDERS:
             shutil.rmtree(self._run_dir / folder / f"{step:08d}", ignore_errors=True)
         freed = self._bytes.pop(step)
-        log.info("deleted the local copies of step %d (%d MB); S3 has its results", step, freed // 10**6)
+        log.info("deleted the local copies in %08d (%d MB); S3 has the results", step, freed // 10**6)
         return freed

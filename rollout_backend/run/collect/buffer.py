@@ -328,11 +328,11 @@ class RolloutBuffer:
             listed += 1
             if listed > MAX_KEYS:
                 log.warning(
-                    "more than %d objects are stored for step %d, more than this run's agents write: from now on "
+                    "more than %d objects are stored under %s, more than this run's agents write: from now on "
                     "open results are fetched by key, which takes longer. Set storage.presigned=true so that agents "
                     "can write only their own result",
                     MAX_KEYS,
-                    sink.step,
+                    step_prefix(prefix, self._run_id, sink.step),
                 )
                 self._flooded.add(sink.step)
                 return None

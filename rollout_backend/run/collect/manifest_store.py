@@ -122,7 +122,7 @@ class ManifestStore:
         if manifest.fencing_token > self._fencing_token:
             raise RunHeld(
                 f"run {self._run_id!r} was taken over by another manager ({manifest.owner or 'unknown'}), which has "
-                f"begun step {step}: this one stops. Run only one of them, or set another run_id for one"
+                f"written {key}: this one stops. Run only one of them, or set another run_id for one"
             )
         self._etags[step] = stored.etag
         return manifest
@@ -147,8 +147,8 @@ class ManifestStore:
         if len(body) > MAX_OBJECT_BYTES:
             rollouts = sum(len(task.rollouts) for task in manifest.tasks)
             raise ManifestError(
-                f"the manifest of step {manifest.step}, with {rollouts:,} rollouts, has {len(body):,} bytes, more "
-                f"than the {MAX_OBJECT_BYTES:,} that a restarted trainer reads: give the step fewer tasks"
+                f"{key}, with {rollouts:,} rollouts, has {len(body):,} bytes, more than the {MAX_OBJECT_BYTES:,} "
+                "that a restarted trainer reads: give the step fewer tasks"
             )
         try:
             self._etags[manifest.step] = await self._store.put_if_match(key, body, self._etags.get(manifest.step))

@@ -206,7 +206,7 @@ class InFlightLog:
             await self._lines.delete(step)
         # A restarted trainer closes these sessions again.
         except OSError as error:
-            log.warning("the in-flight records of step %d cannot be deleted: %s", step, error)
+            log.warning("in-flight records cannot be deleted: %s", error)
 
     async def _record(self, step: int, line: _Line) -> None:
         """Return once the line is written, or the disk has refused it."""

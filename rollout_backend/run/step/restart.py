@@ -53,7 +53,7 @@ async def read_finished(buffer: RolloutBuffer, sink: ResultSink) -> None:
         StoreError: a result exists and could not be read; its rollout would run again.
     """
     if not await buffer.sweep(sink):
-        raise StoreError(f"S3 did not give every result of step {sink.step}")
+        raise StoreError("S3 did not give every result of the step")
 
 
 async def resume(before: Manifest | None, results: StepResults, context: StepContext) -> None:

@@ -48,6 +48,7 @@ class Step:
     ) -> None:
         """`on_group` is called once for each group, when all its rollouts are settled or the step is over."""
         self.step = request.step
+        self.name = request.name
         self.adapter = request.adapter
         self.groups = {task.task_id: Group(task, services.config.group) for task in request.tasks}
         self.rollouts: dict[str, RolloutTask] = {}
@@ -116,7 +117,7 @@ class Step:
         self._report_groups(self.groups.values())
         if self.early_end.error is not None:
             raise self.early_end.error
-        self.ledger.reconcile()
+        self.ledger.reconcile(self.name)
         resume_count = self._plan.manifest.resume_count
         await self._services.blocklist.record_step(self.ledger, resume_count, self._context.request)
         ended = asyncio.get_running_loop().time()

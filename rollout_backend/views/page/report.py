@@ -123,6 +123,7 @@ def _environment() -> Environment:
     for name in ("number", "signed", "percent", "seconds", "dollars"):
         engine.filters[name] = getattr(formats, name)
     engine.filters["code"] = _code
+    engine.filters["explain"] = _explain
     engine.globals["words"] = WORDS
     return engine
 
@@ -134,6 +135,15 @@ def _dumps(value: Any, **options: Any) -> str:
 def _code(text: str) -> Markup:
     """Format text between backticks as code, and escape everything."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704
+
+
+def _explain(text: str) -> Markup:
+    """Link the words that the page explains; hovering shows the explanation. Escape everything."""
+
+    def link(found: re.Match[str]) -> str:
+        return f'<a class="word" href="#words" title="{escape(WORDS[found[0]])}">{found[0]}</a>'
+
+    return Markup(re.sub(rf"\b({'|'.join(WORDS)})\b", link, str(escape(text))))  # noqa: S704
 
 
 class ReportServer:

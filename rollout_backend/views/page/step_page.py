@@ -85,7 +85,7 @@ def step_context(
         "outcomes": OUTCOMES,
         "with_text": text is not None,
         "embedded": len(talks),
-        "data": _data(run, records, talks),
+        "data": _data(run, step, records, talks),
     }
 
 
@@ -123,7 +123,7 @@ def _numbered(values: Sequence[str]) -> tuple[list[str], list[int]]:
     return list(numbers), [numbers[value] for value in values]
 
 
-def _data(run: RunData, records: Sequence[RolloutRecord], talks: dict[str, Any]) -> dict[str, Any]:
+def _data(run: RunData, step: StepData, records: Sequence[RolloutRecord], talks: dict[str, Any]) -> dict[str, Any]:
     """Return the page's data: one column of values per field, and each repeated value once."""
     tasks, task = _numbered([record.task_id for record in records])
     reasons, reason = _numbered([record.reason for record in records])
@@ -145,7 +145,8 @@ def _data(run: RunData, records: Sequence[RolloutRecord], talks: dict[str, Any])
         "turns": [result.turns if result else None for result in results],
         "segments": [result.segments if result else None for result in results],
         "attempts": [record.attempts for record in records],
-        "trained": [int(record.trained) for record in records],
+        # While the step runs, its groups may still become usable.
+        "trained": [None if step.runs else int(record.trained) for record in records],
         "phases": list(PHASES.values()),
         "spent": [[round(seconds, 1) for seconds in vars(each).values()] for each in spent],
         "logs": {

@@ -49,13 +49,15 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
     steps = [*map(entry, trained)]
     summaries = [step.summary for step in trained]
     began, ended = min(each.began for each in summaries), max(each.ended for each in summaries)
-    left_out: Counter[str] = sum((Counter(each.left_out) for each in summaries), Counter())
+    # Of a running step, nothing is left out yet.
+    ended_steps = [step.summary for step in trained if not step.runs]
+    left_out: Counter[str] = sum((Counter(each.left_out) for each in ended_steps), Counter())
     gaps = [max(0.0, after.began - before.ended) for before, after in pairwise(summaries)]
     # Each step, with the time until the next one.
     timed = [*zip(steps, [*gaps, 0.0], strict=True)]
     longest = max(step.summary.seconds + gap for step, gap in timed) or 1.0
     reasons = [reason for reason, _ in left_out.most_common()]
-    most_lost = max(sum(each.left_out.values()) for each in summaries)
+    most_lost = max((sum(each.left_out.values()) for each in ended_steps), default=0)
     return {
         "run": run,
         "steps": steps,
@@ -65,6 +67,7 @@ def training_context(run: RunData, links: Mapping[int, str], against: RunData | 
         "between": sum(gaps),
         "cost": run.prices.cost_of_steps(step.summary for step in run.steps) if run.prices is not None else None,
         "planned": sum(each.planned for each in summaries),
+        "settled": sum(each.planned for each in ended_steps),
         "sampled": sum(each.sampled_tokens for each in summaries),
         "findings": _findings(steps),
         "learned": _learned(trained, [step for step in run.steps if step.validates and step not in trained]),
@@ -127,11 +130,14 @@ def _learned(steps: Sequence[StepData], validations: Sequence[StepData]) -> list
     found = []
     for what, of_kind in (("reward", steps), ("held-out reward", validations)):
         ended = [each for each in of_kind if not each.runs and each.summary.mean_reward is not None]
-        if len(ended) < 2:
+        if not ended or (what == "reward" and len(ended) < 2):
             continue
         first, last = ended[0].summary, ended[-1].summary
-        words = f"{what} {formats.number(first.mean_reward or 0.0)} to {formats.number(last.mean_reward or 0.0)}"
-        found.append(f"{words} in {len(ended)} {'steps' if what == 'reward' else 'validations'}")
+        words = f"{what} {formats.number(first.mean_reward)}"
+        if len(ended) > 1:
+            unit = "steps" if what == "reward" else "validations"
+            words += f" to {formats.number(last.mean_reward)} in {len(ended)} {unit}"
+        found.append(words)
         if what == "reward" and first.tasks and last.tasks:
             solved = [f"{each.tasks_of(Learning.ALWAYS)} of {each.tasks}" for each in (first, last)]
             found.append(f"tasks always solved: {solved[0]} in the first step, {solved[1]} in the last")
@@ -198,8 +204,9 @@ def _learning(step: StepEntry) -> list[tuple[str, float, str]]:
 
 
 def _losses(step: StepEntry, reasons: Sequence[str], most: int) -> list[tuple[str, float, str]]:
-    lost = [(number, reason, step.summary.left_out.get(reason, 0)) for number, reason in enumerate(reasons)]
-    return [(f"k{number % 6}", left_out / (most or 1), f"{reason}: {left_out}") for number, reason, left_out in lost]
+    left_out = {} if step.data.runs else step.summary.left_out
+    lost = [(number, reason, left_out.get(reason, 0)) for number, reason in enumerate(reasons)]
+    return [(f"k{number % 6}", each / (most or 1), f"{reason}: {each}") for number, reason, each in lost]
 
 
 def _phases(step: StepEntry, gap: float, longest: float) -> list[tuple[str, float, str]]:

@@ -41,7 +41,6 @@ from rollout_backend.views.run_data import (
 )
 from rollout_backend.views.terminal.live_view import one_line, sentence
 from rollout_backend.views.terminal.view import plain_table, print_text, print_words, print_wrapped, when
-from rollout_backend.views.words import WORDS
 
 # Number of steps in the table of a run.
 STEPS = 20
@@ -173,7 +172,7 @@ class RunView:
                 cells = (each.outcome, each.reason, str(each.number), each.first, one_line(each.message)[:120])
                 table.add_row(*map(Text, cells))
             console.print(table)
-            print_words(console, *dict.fromkeys(each.reason for each in summary.failures if each.reason in WORDS))
+            print_words(console, *(each.reason for each in summary.failures))
         console.print(_lowest(rewards_by_task(step.read_records())))
 
     def _print_next(self, console: Console) -> None:

@@ -158,6 +158,7 @@ class TaskView:
         for record in self.records:
             table.add_row(*_cells(record))
         console.print(table)
+        print_words(console, *(record.reason for record in self.records))
         shown = next((record for record in self.records if record.failed), self.records[0])
         print_text(console, f"one of them: {show_command(shown.rollout_id)}{self.show}")
 
@@ -254,15 +255,15 @@ def print_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> N
 
 
 def print_words(console: Console, *words: str) -> None:
-    """Explain words that were printed."""
-    for word in words:
-        print_wrapped(console, Text(f"{word}: ", "dim"), WORDS[word], "dim")
+    """Explain those of the printed words that need it."""
+    for word in dict.fromkeys(words):
+        if word in WORDS:
+            print_wrapped(console, Text(f"{word}: ", "dim"), WORDS[word], "dim")
 
 
 def _print_failure(console: Console, message: str, reason: str) -> None:
     _print_panel(console, message, reason, "red")
-    if reason in WORDS:
-        print_words(console, reason)
+    print_words(console, reason)
     print_text(console, f"see {documented_at(readable(reason))}")
 
 

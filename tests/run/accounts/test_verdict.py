@@ -99,6 +99,14 @@ def test_a_verdict_that_passes_names_what_was_lost(groups, sentences):
     assert [each.text for each in verdict.findings[1:]] == sentences
 
 
+def test_tasks_that_are_never_and_always_solved_have_their_own_advice():
+    verdict = verdict_on(step(SPREAD, [0.0, 0.0], [1.0, 1.0]))
+    assert [each.advice for each in verdict.findings[1:]] == [
+        "group.size: raise it, so that one of them succeeds; or choose easier tasks",
+        "choose harder tasks",
+    ]
+
+
 @pytest.mark.parametrize("rewards", [(0, 1), (0, 0), (1, 1)])
 def test_replies_that_all_had_a_forced_format_leave_nothing_to_train_on(rewards):
     """That is said first: other rewards would not help."""

@@ -107,7 +107,7 @@ async def test_a_flooded_prefix_does_not_hide_results(open_run, caplog):
     assert sink.ids == ["task-a.0", "task-a.1"]
     assert await buffer.sweep(sink)
     assert store.listed == 1, "a listing that is too long is not repeated"
-    assert caplog.text.count(f"more than {MAX_KEYS} objects are stored for step 0") == 1
+    assert caplog.text.count(f"more than {MAX_KEYS} objects are stored under runs/") == 1
     store.broken = "task-a.2"
     assert not await buffer.sweep(sink), "a failed read is not an absent result"
     store.broken, store.flood = None, MAX_KEYS - 10

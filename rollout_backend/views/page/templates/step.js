@@ -28,7 +28,8 @@
     title.textContent = data.id[i] + " ";
     const tag = make("span", "tag " + outcome(i), outcome(i) + (reason(i) ? " · " + reason(i) : ""));
     title.append(tag);
-    const parts = [`reward ${reward(i)}`, `${shown(data.seconds[i])} s`, `${shown(data.turns[i])} model calls`, `${shown(data.tokens[i])} sampled tokens`, `${shown(data.segments[i])} rows`, `${data.attempts[i]} attempts`, data.trained[i] ? "trained" : "not trained"];
+    const parts = [`reward ${reward(i)}`, `${shown(data.seconds[i])} s`, `${shown(data.turns[i])} model calls`, `${shown(data.tokens[i])} sampled tokens`, `${shown(data.segments[i])} rows`, `${data.attempts[i]} attempts`];
+    if (data.trained[i] !== null) parts.push(data.trained[i] ? "can be trained" : "cannot be trained");
     body.replaceChildren(make("p", "sub", `task ${task(i)} · ${parts.join(" · ")}`));
     const tools = make("p", "tools");
     for (const [name, step] of [["← previous in group", -1], ["next in group →", 1]]) {
