@@ -92,7 +92,7 @@ def ours(url: str) -> dict[str, Any]:
 
 
 def ours_with_urls(url: str) -> dict[str, Any]:
-    urls = ResultUrls(result=f"{url}/results/a", failure_marker=f"{url}/results/b")
+    urls = ResultUrls(result=f"{url}/results/a", failure_marker=f"{url}/results/b", artifacts=f"{url}/results/c")
     return _request(url, ResultTarget(bucket="results", urls=urls))
 
 

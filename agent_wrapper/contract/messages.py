@@ -70,8 +70,8 @@ class ResultUrls(ContractObject):
     result: str = Field(pattern=r"^https?://", repr=False)
     failure_marker: str = Field(pattern=r"^https?://", repr=False)
     """URL for the failure marker: see `failure_marker_key`."""
-    artifacts: str | None = Field(default=None, pattern=r"^https?://", repr=False)
-    """See `artifacts_key`. None: the sender is older than this field."""
+    artifacts: str = Field(pattern=r"^https?://", repr=False)
+    """URL for the agent's files: see `artifacts_key`."""
 
 
 class ResultTarget(ContractObject):
@@ -183,7 +183,7 @@ def _text_at(value: object, path: tuple[str, ...], where: str) -> str:
         if value is None:
             raise ContractError(where, "missing")
     if not isinstance(value, str) or not value:
-        raise ContractError(where, "not a text")
+        raise ContractError(where, "not a string")
     return value
 
 

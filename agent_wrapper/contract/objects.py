@@ -198,23 +198,11 @@ class ContractObject(BaseModel):
             raise ContractError(f"{where}{field}", first["msg"].removeprefix("Value error, ")) from None
 
 
-_REMOVED = ("conversations", "retokenized")
 _OMITTED_IF_EMPTY = ("images", "routed_experts", "turn_rewards", "artifacts", "score")
 
 
 class _OmitsEmpty(ContractObject):
     """An object with optional fields that are left out of the encoding if they are empty."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed_fields(cls, fields: Any) -> Any:
-        """Drop fields for messages without tokens, which older wrappers write empty."""
-        for name in _REMOVED if isinstance(fields, dict) else ():
-            if fields.get(name):
-                raise ValueError(f"{name} holds messages without sampled tokens: call the model at base_url")
-            if name in fields:
-                fields = {other: value for other, value in fields.items() if other != name}
-        return fields
 
     @model_serializer(mode="wrap")
     def _omit_empty(self, encode: SerializerFunctionWrapHandler) -> dict[str, Any]:

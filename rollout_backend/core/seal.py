@@ -104,8 +104,7 @@ def _check(rollout: Rollout, read: Callable[[str], SealClaims]) -> None:
     if rollout.seal is None:
         raise ContractError(
             "seal",
-            "is missing: publish the trajectory's own with its segments. An image made before there were seals "
-            "needs the wrapper of this version, or the settings gateway.require_seal=false",
+            "is missing: publish the trajectory's own with its segments, or set gateway.require_seal=false",
         )
     try:
         seal = read(rollout.seal)

@@ -192,23 +192,10 @@ def test_a_broken_rollout_names_its_field(encode, changes, field, words):
     refused(encode(make_fields(**changes)), field, words)
 
 
-@BOTH_FORMS
-def test_a_rollout_of_messages_alone_is_refused(form):
-    fields = make_fields(segments=[make_segment()])
+def test_a_rollout_of_messages_alone_is_refused():
     talk = [{"messages": [{"role": "assistant", "content": "!"}]}]
-    for more in ({"segments": [], "conversations": talk}, {"conversations": talk}):
-        with pytest.raises(
-            ContractError, match="conversations holds messages without sampled tokens: call the model at base_url"
-        ):
-            Rollout.decode(as_json({**fields, **more}))
-    with pytest.raises(ContractError, match=r"segments.*retokenized holds messages without sampled tokens"):
-        Rollout.decode(as_json(make_fields(segments=[{**make_segment(), "retokenized": True}])))
-
-
-def test_the_empty_fields_of_older_wrappers_are_dropped():
-    older = make_fields(segments=[{**make_segment(), "retokenized": False}], conversations=[])
-    plain = Rollout.decode(as_json(make_fields(segments=[make_segment()])))
-    assert Rollout.decode(as_json(older)).to_json() == plain.to_json()
+    for segments in ([], [make_segment()]):
+        refused(as_json(make_fields(segments=segments, conversations=talk)), "conversations", "not permitted")
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])

@@ -63,7 +63,7 @@ def test_a_file_without_a_rollout_is_refused(sync_container, tmp_path, payload, 
 
 @pytest.mark.slow
 def test_an_unpublished_rollout_exits_with_1(sync_container, dead_url, tmp_path):
-    urls = {"result": f"{dead_url}/r", "failure_marker": f"{dead_url}/f"}
+    urls = {"result": f"{dead_url}/r", "failure_marker": f"{dead_url}/f", "artifacts": f"{dead_url}/a"}
     block = sync_container.request(result__urls=urls, remaining_s=4, publish_grace_s=1)
     process = start(sync_container, tmp_path, {"_rollout": block, "body": "return 1"})
     assert process.wait(120) == 1

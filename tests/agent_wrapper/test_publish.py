@@ -74,7 +74,7 @@ async def test_a_failed_announcement_does_not_lose_the_result(publisher, cloud, 
 
 
 def test_with_urls_no_client_of_aws_is_made(cloud):
-    urls = {"result": "http://s3/r", "failure_marker": "http://s3/n"}
+    urls = {"result": "http://s3/r", "failure_marker": "http://s3/n", "artifacts": "http://s3/a"}
     publisher = Publisher()
     publisher.prepare(ResultTarget.parse({"bucket": cloud.bucket, "urls": urls}))
     assert publisher._clients == {}
@@ -88,6 +88,7 @@ def test_a_container_without_credentials_publishes_its_result_or_its_failure_mar
     block = container.request([(403, b'{"error": {}}')] if body == "cut" else None, result__queue_url=None)
     request = RolloutRequest.parse(block)
     keys = {"result": request.key_for(Outcome.COMPLETED), "failure_marker": request.key_for(Outcome.INFRA_ERROR)}
+    keys["artifacts"] = request.artifacts_key
     block["result"]["urls"] = {name: sign(cloud, key) for name, key in keys.items()}
     assert container.invoke("return 1.0", block).status_code == 200
     container.await_idle()

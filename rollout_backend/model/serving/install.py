@@ -72,7 +72,7 @@ def find_engine(cache: Path | None = None, engine: EngineName = "sglang") -> Pat
     """Return the interpreter of an installed CPU engine.
 
     Raises:
-        ConfigError: it is not installed, or an older version of this package installed it.
+        ConfigError: it is not installed.
     """
     cache = cache or cache_dir()
     if not _installed(_engine_folder(cache, engine)):

@@ -83,7 +83,7 @@ def preload(script: Path, modules: list[str]) -> None:
         names += [deferred for deferred in DEFERRED.get(name.split(".")[0], ()) if deferred not in names]
     # Otherwise each session would load the models that it needs to publish, which takes as long as an import.
     if "agent_wrapper" in sys.modules:
-        # An older wrapper has no `preload_models`; each session then loads the models.
+        # An agent's own environment may lack boto3, which only a session that publishes needs.
         with contextlib.suppress(Exception):
             importlib.import_module("agent_wrapper.publish").preload_models()
 
