@@ -23,6 +23,14 @@ from rollout_backend.config.section import import_path
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
+from rollout_backend.errors import (
+    InvokeRejected,
+    QuotaExceeded,
+    RuntimeCallError,
+    RuntimeConflict,
+    RuntimeUnavailable,
+    Throttled,
+)
 
 
 class SessionCalls(Protocol):
@@ -220,6 +228,25 @@ class VerifierRuntime(AgentRuntime):
         Raises:
             RuntimeCallError: some may still be running.
         """
+
+
+def error_of_status(status: int, text: str) -> RuntimeCallError:
+    """Return the error for a call that a runtime's service refused with this HTTP status."""
+    match status:
+        case 401 | 403:
+            return InvokeRejected(text, reason="access_denied")
+        case 402:
+            return QuotaExceeded(text)
+        case 404:
+            return InvokeRejected(text, reason="runtime_not_found")
+        case 409:
+            return RuntimeConflict(text)
+        case 429:
+            return Throttled(text)
+        case _ if status == 408 or status >= 500:
+            # With 408 the request did not arrive completely, and with 503 an overloaded server refused it.
+            return RuntimeUnavailable(text, refused=status in (408, 503))
+    return InvokeRejected(text)
 
 
 def runtime_class(config: RuntimeConfig) -> type[AgentRuntime]:

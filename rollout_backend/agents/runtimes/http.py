@@ -21,18 +21,15 @@ from uuid import uuid4
 import aiohttp
 
 from agent_wrapper.shared.own_answers import AGENT_SERVER, is_page, own_answer
-from rollout_backend.agents.runtimes.base import AgentRuntime, CleanupSpec
+from rollout_backend.agents.runtimes.base import AgentRuntime, CleanupSpec, error_of_status
 from rollout_backend.base import aws
 from rollout_backend.config import HttpConfig
 from rollout_backend.errors import (
     InvokeRejected,
     OutcomeUnknown,
     PreflightError,
-    QuotaExceeded,
     RuntimeCallError,
-    RuntimeConflict,
     RuntimeUnavailable,
-    Throttled,
 )
 
 SESSION_HEADER = "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id"
@@ -184,20 +181,10 @@ def _to_call_error(reply: aiohttp.ClientResponse, body: bytes) -> RuntimeCallErr
         if 300 <= reply.status < 400:
             text = _redirected(reply)
         return RuntimeUnavailable(f"the answer is not an agent server's, but a proxy's: {text}")
-    match reply.status:
-        case 429:
-            return Throttled(text)
-        case 402:
-            return QuotaExceeded(text)
-        case 409:
-            return RuntimeConflict(text)
-        case 401 | 403:
-            return InvokeRejected(text, reason="access_denied")
-        case 408 | 502 | 503 | 504:
-            # A proxy in front of the server, or an overloaded server, sends these.
-            return RuntimeUnavailable(text, refused=reply.status in (408, 503))
-        case _:
-            return InvokeRejected(text, reason="container_error")
+    # A server answers its agent's failure with 500. A proxy in front of it, or an overloaded server, sends others.
+    if reply.status in (401, 402, 403, 408, 409, 429, 502, 503, 504):
+        return error_of_status(reply.status, text)
+    return InvokeRejected(text, reason="container_error")
 
 
 def _is_session_not_found(body: bytes) -> bool:

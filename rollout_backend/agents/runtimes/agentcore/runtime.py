@@ -24,7 +24,7 @@ from rollout_backend.agents.runtimes.agentcore.architecture import check_images,
 from rollout_backend.agents.runtimes.agentcore.control import ENDPOINT, RuntimeMaker, control_client, id_of
 from rollout_backend.agents.runtimes.agentcore.images import ImageRuntimes, has_image
 from rollout_backend.agents.runtimes.agentcore.provision import RuntimeSpec
-from rollout_backend.agents.runtimes.base import AgentRuntime, CleanupSpec
+from rollout_backend.agents.runtimes.base import AgentRuntime, CleanupSpec, error_of_status
 from rollout_backend.agents.runtimes.http import read_answer
 from rollout_backend.base import aws
 from rollout_backend.base.aws import Permission
@@ -38,9 +38,7 @@ from rollout_backend.errors import (
     InvokeRejected,
     NoCredentials,
     OutcomeUnknown,
-    QuotaExceeded,
     RuntimeCallError,
-    RuntimeConflict,
     RuntimeUnavailable,
     Throttled,
     WrongClock,
@@ -389,26 +387,10 @@ def _to_call_error(error: ClientError) -> RuntimeCallError:
         return WrongClock(text)
     if aws.is_throttled(error):
         return Throttled(text)
-    match aws.status_of(error):
-        case 402:
-            return QuotaExceeded(text)
-        case 408:
-            # The request did not arrive completely.
-            return RuntimeUnavailable(text, refused=True)
-        case 409:
-            return RuntimeConflict(text)
-        case 424 if _START_TIMEOUT in text.lower():
-            return ContainerStartTimeout(text)
-        # Only the local emulator knows how a container ended before it served.
-        case 424 if NOT_SERVING_TEXT in text:
-            return InvokeRejected(text, reason=NOT_SERVING)
-        case 424:
-            return InvokeRejected(text, reason="container_error")
-        case 404:
-            return InvokeRejected(text, reason="runtime_not_found")
-        case 401 | 403:
-            return InvokeRejected(text, reason="access_denied")
-        case status if status >= 500:
-            return RuntimeUnavailable(text, refused=status == 503)
-        case _:
-            return InvokeRejected(text)
+    status = aws.status_of(error)
+    if status != 424:
+        return error_of_status(status, text)
+    if _START_TIMEOUT in text.lower():
+        return ContainerStartTimeout(text)
+    # Only the local emulator knows how a container ended before it served.
+    return InvokeRejected(text, reason=NOT_SERVING if NOT_SERVING_TEXT in text else "container_error")

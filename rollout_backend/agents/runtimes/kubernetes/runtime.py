@@ -17,7 +17,7 @@ import aiohttp
 from pydantic_core import from_json
 
 from agent_wrapper.contract import REQUEST_FIELD, ContractError, Rollout, RolloutRequest
-from rollout_backend.agents.runtimes.base import CleanupSpec, VerifierEnd, VerifierRuntime
+from rollout_backend.agents.runtimes.base import CleanupSpec, VerifierEnd, VerifierRuntime, error_of_status
 from rollout_backend.agents.runtimes.kubernetes.api import ClusterError, KubernetesApi
 from rollout_backend.agents.runtimes.kubernetes.manifests import (
     COMPONENT_LABEL,
@@ -48,7 +48,6 @@ from rollout_backend.errors import (
     RuntimeCallError,
     RuntimeConflict,
     RuntimeUnavailable,
-    Throttled,
 )
 
 RULES = (
@@ -376,8 +375,6 @@ def _to_call_error(error: ClusterError, action: str) -> RuntimeCallError:
 def _classify(error: ClusterError, action: str) -> RuntimeCallError:
     text = f"Kubernetes refused to {action}: {error}"
     match error.status:
-        case 429:
-            return Throttled(text)
         case 403 if "exceeded quota" in error.message:
             return QuotaExceeded(text)
         case 403 if " cannot " in error.message:
@@ -386,17 +383,15 @@ def _classify(error: ClusterError, action: str) -> RuntimeCallError:
             resource = f"{kind.lower()}s"
             rule = _rule_text("batch" if resource == "jobs" else "", resource, verb)
             return InvokeRejected(f"{text}. Add to the Role of the run's account: {rule}", reason="access_denied")
+        case 403:
+            return InvokeRejected(text)
         case 401:
             return NoCredentials(text)
-        case 404:
-            return InvokeRejected(text, reason="runtime_not_found")
-        case 409:
-            return RuntimeConflict(text)
         case status if status == 408 or status >= 500:
             # A repeated create finds the object that this one created.
             return RuntimeUnavailable(text, refused=True)
-        case _:
-            return InvokeRejected(text)
+        case status:
+            return error_of_status(status, text)
 
 
 def _text(error: BaseException) -> str:
