@@ -35,6 +35,7 @@ from rollout_backend.model.serving.local_engine import IMAGE_CACHE
 from rollout_backend.run.checks import preflight
 from rollout_backend.run.checks.capacity import check_engines as check_capacity
 from rollout_backend.run.checks.model import check_parallel
+from rollout_backend.verl.task_rows import check_own_dataset
 from rollout_backend.verl.trainer_sizes import check_padding, check_queue, check_sizes
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.verl_api import check_version, need_critic, need_reference_policy, root_of
@@ -112,9 +113,6 @@ def check(section: Any) -> RolloutConfig | None:
     name = (rollout.get("agent") or {}).get("agent_loop_manager_class")
     if not name and "rollout_backend" not in (rollout.get("custom") or {}):
         return None
-    # Imported late because the module imports this one.
-    from rollout_backend.verl import dataset
-
     check_version()
     _check_class(name)
     # A dataset of the user's is imported later, and its module may register the estimator.
@@ -124,7 +122,7 @@ def check(section: Any) -> RolloutConfig | None:
     # Reading the property may raise ConfigError.
     _ = config.model.expert_shape
     check_images(root, config)
-    dataset.check_own_dataset(root.get("data") or {}, scored=config.scoring.enabled)
+    check_own_dataset(root.get("data") or {}, scored=config.scoring.enabled)
     # The caller's thread may already run an event loop.
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(asyncio.run, preflight.check_run(config, _batch(root), engines=False)).result()

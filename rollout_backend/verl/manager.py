@@ -42,10 +42,10 @@ from rollout_backend.run.accounts.step_report import GroupResult, StepResult
 from rollout_backend.verl import early_checks, row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.async_batches import AsyncBatches, StepNumbers
-from rollout_backend.verl.dataset import TaskIds, payload_of, private_of
 from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
 from rollout_backend.verl.row_images import load_vision_inputs
 from rollout_backend.verl.server_list import ServerList, VllmServers
+from rollout_backend.verl.task_rows import TaskIds, payload_of, private_of
 from rollout_backend.verl.unsupported import refuse_unsupported
 from rollout_backend.verl.v1_batch import (
     QueueRow,

@@ -15,7 +15,7 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 from rollout_backend.verl import advantage, manager
 from rollout_backend.verl.dataset import PayloadDataset as PayloadDataset
-from rollout_backend.verl.dataset import payload_of
+from rollout_backend.verl.task_rows import payload_of
 
 GROUPS: dict[str, str] = {}  # the name of each group by verl's uid
 

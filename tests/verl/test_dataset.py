@@ -24,15 +24,8 @@ import rollout_backend.workbench.local
 from rollout_backend.core.tasks import Task, priority_of
 from rollout_backend.errors import TaskFileError
 from rollout_backend.verl import early_checks
-from rollout_backend.verl.dataset import (
-    PLACEHOLDER,
-    PayloadDataset,
-    TaskIds,
-    check_own_dataset,
-    payload_of,
-    private_of,
-    task_id_of,
-)
+from rollout_backend.verl.dataset import PLACEHOLDER, PayloadDataset
+from rollout_backend.verl.task_rows import TaskIds, check_own_dataset, payload_of, private_of, task_id_of
 from rollout_backend.verl.v1_batch import rows_of_tensordict
 from trainings import verl_settings
 
