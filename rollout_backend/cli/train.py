@@ -25,9 +25,11 @@ from rollout_backend.cli.common import (
 from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from agent_wrapper.contract import Rollout
     from rollout_backend.run.accounts.step_report import StepResult
-    from rollout_backend.training.service import TrainingData
+    from rollout_backend.training.service import TrainingData, TrainingService
 
 # The sampling server gets a port when it starts.
 _ENGINE = "serving={kind: external, urls: ['http://127.0.0.1:1']}"
@@ -62,8 +64,9 @@ async def train(
     from rollout_backend.run.collect.store import ResultStore
     from rollout_backend.training.checks import check_service
     from rollout_backend.training.loop import TrainingLoop
+    from rollout_backend.training.sagemaker import SageMakerService
     from rollout_backend.training.sampling_server import SamplingServer
-    from rollout_backend.training.service import service_of
+    from rollout_backend.training.tinker import TinkerService
     from rollout_backend.views.page.report import try_to_write_report
 
     output = run_output(quiet, verbose, False)
@@ -100,8 +103,11 @@ async def train(
 
     if section.kind == "tinker":
         raise_problems(await check_service(settings, trains=True))
+    opened: AbstractAsyncContextManager[TrainingService] = (
+        SageMakerService(settings) if section.kind == "sagemaker" else TinkerService(section)
+    )
     async with (
-        service_of(settings) as service,
+        opened as service,
         SamplingServer(service, str(settings.model.path), settings.timeouts.model_call_s) as server,
     ):
         serving = settings.serving.model_copy(update={"urls": (server.url,)})

@@ -11,19 +11,14 @@ A group may be planned with spare rollouts; it is then complete once `size` of t
 longer become usable is doomed. In both cases, its running rollouts are cancelled to save their cost.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rollout_backend.config import GroupConfig
-
-if TYPE_CHECKING:
-    from rollout_backend.core.ledger import LedgerEntry
 
 
 @dataclass
@@ -92,10 +87,16 @@ class GroupPolicy:
         return Decision(replace, cancel)
 
 
+class Running(Protocol):
+    """A rollout whose agent runs since `began`, in loop seconds. See `LedgerEntry`."""
+
+    began: float | None
+
+
 class Stragglers:
     """Finds the stragglers among a step's running rollouts. There are none without `group.straggler_after`."""
 
-    def __init__(self, group: GroupConfig, running: Mapping[str, LedgerEntry]) -> None:
+    def __init__(self, group: GroupConfig, running: Mapping[str, Running]) -> None:
         """`running` holds the rollouts that run now, by id."""
         self._after = group.straggler_after
         self._factor = group.straggler_factor

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
@@ -158,13 +157,3 @@ class TrainingService(Protocol):
         `params` has Tinker's names: `max_tokens`, `temperature`, `top_p`, `top_k`, `seed`, and `stop`, token ids.
         """
         ...
-
-
-def service_of(config: RolloutConfig) -> AbstractAsyncContextManager[TrainingService]:
-    """Return the service that `training_service.kind` names. Enter it before use."""
-    from rollout_backend.training.sagemaker import SageMakerService
-    from rollout_backend.training.tinker import TinkerService
-
-    settings = config.training_service
-    assert settings is not None
-    return SageMakerService(config) if settings.kind == "sagemaker" else TinkerService(settings)
