@@ -15,7 +15,7 @@ An exception is `model_unavailable` if an error in its chain of causes meets bot
 - the call went to the model: the error's URL, or its host and port, is that of the session's endpoint. An error
   without them counts only if it is an SDK's.
 
-Thus a failed web call of a tool is an agent error, and no SDK needs to be installed for the check.
+A failed web call of a tool is therefore an agent error, and the check needs no SDK.
 
 If an agent catches such an error and returns a reward, the gateway's count of unanswered calls still refuses it. The
 same count makes a failed command, or one without a reward, `model_unavailable`.

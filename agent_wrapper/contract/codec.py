@@ -32,7 +32,8 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _MAX_FIELD_CHARS, _MAX_REASON_CHARS = 200, 1000
 
-# The second line: those that reorder or break lines, with which a text can show another than it is (CVE-2021-42574).
+# The characters of the second line reorder or break lines, so a string can display as something else
+# (CVE-2021-42574).
 _UNREADABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
     r"\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"

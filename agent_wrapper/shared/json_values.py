@@ -39,7 +39,7 @@ def check_json_value(value: object, where: str, max_depth: int) -> None:
             case dict():
                 for key, each in item.items():
                     if not isinstance(key, str):
-                        raise ValueError(f"{place} has the key {short(key)}, which is not a text")  # noqa: TRY004
+                        raise ValueError(f"{place} has the key {short(key)}, which is not a string")  # noqa: TRY004
                     _check_text(key, f"a key of {place}")
                     todo.append((each, f"{place}.{key}", depth + 1))
             case list() | tuple():
@@ -47,15 +47,17 @@ def check_json_value(value: object, where: str, max_depth: int) -> None:
             case str():
                 _check_text(item, place)
             case float() if not math.isfinite(item):
-                raise ValueError(f"{place} is {item}, which JSON does not know: leave it out, or write it as a text")
+                raise ValueError(
+                    f"{place} is {item}, which JSON does not know: leave it out, or write it as a string"
+                )
             case int() if item.bit_length() > _MAX_INTEGER_BITS:
-                raise ValueError(f"{place} is a whole number of {item.bit_length()} bits: write it as a text")
+                raise ValueError(f"{place} is a whole number of {item.bit_length()} bits: write it as a string")
             case None | bool() | int() | float():
                 pass
             case _:
                 raise ValueError(
                     f"{place} is {short(item)}, a {type(item).__name__}, which JSON does not know: write it as a "
-                    "text or a number"
+                    "string or a number"
                 )
 
 
@@ -112,7 +114,7 @@ def _plain(value: Any) -> object:
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
         # NumPy, PyTorch, JAX and pandas have these attributes.
         return value.tolist()
-    raise TypeError(f"{short(value)}, a {type(value).__name__}, is not JSON: write it as a text or a number")
+    raise TypeError(f"{short(value)}, a {type(value).__name__}, is not JSON: write it as a string or a number")
 
 
 def _json(key: object, value: object) -> Any:

@@ -4,8 +4,7 @@ Invariants:
 
 - `ROLLOUT_LOG_FORMAT` in the environment selects the format, so child processes log in the same format.
 - A line has no control characters, because a container that it quotes could control a terminal with them.
-- A log whose disk is full or does not answer holds up no event loop, where `in_thread` was asked for. The lines that
-  it drops are counted.
+- With `in_thread`, a log whose disk is full or does not answer blocks no event loop. Dropped lines are counted.
 - A JSON line names the run, step, rollout and session that its code works on, as far as they are known.
 
 It imports only the standard library, so that a janitor and a relay can use it.

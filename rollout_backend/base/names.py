@@ -12,8 +12,8 @@ def derived_name(text: str, characters: str, max_chars: int, *, separator: str =
 
     A valid name has at most `max_chars` of these `characters`, the content of a regular expression's set, and begins
     and ends with a letter or digit. `of` is the object that the name identifies, if it is more than the text: the
-    name then always has a digest. Different texts get different names, because a text that ends like a digest gets
-    one, too.
+    name then always has a digest. Different strings get different names, because a string that ends like a digest
+    gets one, too.
     """
     is_valid = re.fullmatch(f"(?=[A-Za-z0-9])[{characters}]{{1,{max_chars}}}(?<=[A-Za-z0-9])", text)
     if of is None and is_valid and not re.search(f"{separator}[0-9a-f]{{{_DIGEST_CHARS}}}$", text):

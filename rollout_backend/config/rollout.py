@@ -162,7 +162,7 @@ def _explain(error: ValidationError, sources: Mapping[str, str]) -> str:
                 lines.append(f"  {key}: is missing{verl}")
             case "string_type" | "path_type" if isinstance(item["input"], int | float):
                 advice = "put it in quotes: '123', and in a shell \"'123'\""
-                lines.append(f"  {key}: must be a text, and YAML reads it as a number: {advice}")
+                lines.append(f"  {key}: must be a string, and YAML reads it as a number: {advice}")
             case _:
                 lines.append(f"  {key}: {item['msg'].removeprefix('Value error, ')}")
         path = key

@@ -346,7 +346,7 @@ def _seconds(value: object, name: str) -> float:
 def _variables(table: Mapping[str, Any], name: str) -> dict[str, str]:
     found = table.get("env", {})
     if not (isinstance(found, dict) and all(isinstance(each, str) for each in found.values())):
-        raise ValueError(f"{name}.env must be a table of texts")
+        raise ValueError(f"{name}.env must be a table of strings")
     return found
 
 

@@ -429,7 +429,7 @@ class Ledger:
             entry.outcome is not None and entry.phase is not Phase.SETTLED for entry in self.entries.values()
         )
         if revived:
-            faults.append(f"{revived} settled rollouts are at work again")
+            faults.append(f"{revived} settled rollouts left the phase {Phase.SETTLED}")
         if self.open_sessions:
             faults.append(f"{len(self.open_sessions)} sessions open: {', '.join(sorted(self.open_sessions))}")
         if faults:

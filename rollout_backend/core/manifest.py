@@ -44,7 +44,8 @@ class StepRequest:
     adapter: str = ""
     """The LoRA adapter that model calls name; empty for the model without an adapter."""
     weights_are_counted: bool = False
-    """`weights` has this backend's count of updates, which no later trainer of the run repeats for other weights."""
+    """Whether `weights` includes this backend's count of updates. No later trainer of the run reuses such a name for
+    other weights."""
     trainer_name: str = ""
     """How the trainer numbers the step, if not by `step`."""
 
@@ -90,8 +91,8 @@ class Manifest(ContractObject):
     """Maximum number of attempts of each rollout in this execution. It is raised only before a rollout needs another
     attempt, because a trainer on another machine has no in-flight log and stops every session that this allows."""
     is_logged: bool = True
-    """False if the in-flight log of this execution or of one that it resumes could not be written, and so may lack
-    sessions."""
+    """False if the in-flight log may lack sessions, because this execution or one that it resumes could not write
+    it."""
     written_at: float
     deadline: float
     """Unix seconds at which the step ends at the latest."""
@@ -253,8 +254,8 @@ class Manifest(ContractObject):
         return {rollout_id: task.container for task in planned for rollout_id in task.rollouts}
 
     def open_sessions(self, besides: Container[int] = ()) -> list[str]:
-        """Return the sessions that executions up to this one may have left open, except those of the attempts
-        `besides`; each rollout's last session comes first."""
+        """Return the sessions that executions up to this one may have left open, without the sessions of the attempts
+        in `besides`. Each rollout's last session comes first."""
         numbers = range(self.attempts_before + self.attempts, self.attempts_closed, -1)
         attempts = [attempt for attempt in numbers if attempt not in besides]
         rollouts = (rollout_id for task in (*self.tasks, *self.left_out) for rollout_id in task.rollouts)

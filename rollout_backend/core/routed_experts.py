@@ -1,4 +1,4 @@
-"""Pack the expert ids that a mixture-of-experts model chose for each token into a trajectory's arrays. Pure.
+"""Pack the ids of the experts that a mixture-of-experts model chose for each token into a trajectory's arrays. Pure.
 
 A row contains the expert ids of one token: `topk` per layer, of one byte each, or two if a layer has more than 256
 experts. An engine has a token's row after it has processed the token, so a sequence of n tokens has n - 1 rows: the

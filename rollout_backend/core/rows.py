@@ -14,17 +14,18 @@ Invariants:
 - The reward of a turn is on the last trained token of that turn. If the turn has none, its reward is on the trained
   token before it, or on the first one if there is none before it, and is counted in `moved_turn_rewards`: the tokens
   that preceded the turn keep their return, and cutting a row cannot remove a penalty.
-- Scores of a row add up to the rollout's reward and all its turn rewards: those of turns in other rows are on the
-  last token. With `own_turns_only` they add up to the reward and the row's own turn rewards: each is in one row.
+- The scores of a row add up to the rollout's reward and all its turn rewards. Rewards of turns in other rows are on
+  the last token. With `own_turns_only`, a row has no rewards of turns in other rows.
 - A segment without a trained token gives no row, and rows are numbered without a gap. verl takes a session's
   advantage from its last row, so that row must train something.
 - Where the mask is 0, `logprobs` is 0. It is finite, because 0 * NaN would reach the loss, and it has no weight,
   because verl multiplies by the mask.
-- A row has an image whole or not at all: an image that is cut off comes after the last trained token. Rows of a
-  vision model carry its pixels and positions, as in verl's own agent loop. An image token that the model sampled
-  itself has no image, so training ends before it.
-- With `experts`, a row has the routed experts of each token, and zeros for a token that no engine has processed: the
-  last of a segment. A rollout of which a trained segment lacks them, or has those of another model, has no rows.
+- A row never has a part of an image: an image that is cut off comes after the last trained token. Rows of a vision
+  model carry pixels and positions, as in verl's own agent loop. An image token that the model sampled itself has no
+  image, so training ends before it.
+- With `experts`, a row has the routed experts of each token, and zeros for the last token of a segment, which no
+  engine has processed. If a trained segment lacks its experts, or has the experts of another model, the rollout has
+  no rows.
 - A rollout that `training.mask` leaves out has no row, so it is in no gradient and in no baseline.
 """
 
@@ -135,9 +136,9 @@ def rows_of(
 ) -> Rows:
     """Return a rollout's rows, of at most `prompt_length` + `response_length` tokens each.
 
-    `image_token` is the id that a vision model uses for images. `own_turns_only` is for estimators that use the place
-    of a reward, and take each row for a rollout: a row then has no rewards of turns in other rows.
-    `experts` is the routing that each row must have.
+    `image_token` is the id that a vision model uses for images. `own_turns_only` is for estimators that use the
+    position of a reward and treat each row as a rollout: a row then has no rewards of turns in other rows.
+    `experts` is the shape of the routing that each row must have.
 
     Raises:
         ValueError: the rollout has no reward, or a length is below 1.
@@ -286,9 +287,10 @@ def _row(
 
 
 def mask_group(rollouts: Sequence[Rollout], made: Sequence[Rows], masks: Collection[Mask], needed: int) -> list[Rows]:
-    """Return the rows of a group's rollouts without those of masked ones.
+    """Return the rows of a group's rollouts, without the rows of masked rollouts.
 
-    Empty if rollouts are masked and fewer than `needed` others can be trained, since advantages compare rollouts.
+    If rollouts are masked and fewer than `needed` others can be trained, the result is empty, because advantages
+    compare rollouts.
     """
     kept = [
         Rows(masked=mask) if (mask := _mask_of(rollout, rows, masks)) else rows

@@ -5,9 +5,9 @@ Invariants:
 - An end is evidence, not the outcome: the session may have published its result first. S3 decides.
 - An end reported before its session is watched is not lost.
 - Only sessions that have sent a heartbeat can miss one. Agents that implement the contract themselves send none.
-- Missing heartbeats count only while the same gateway hears from other sessions. If it hears from none, the gateway,
-  a relay or the network may be down, and agents retry for minutes. Silence of all sessions counts only after
-  `_AGENTS_RETRY_S`, when agents stop retrying.
+- A missing heartbeat counts only while other sessions reach the same gateway. If no session reaches it, the gateway,
+  a relay or the network may be down, and agents retry for minutes. If all sessions are silent, heartbeats count as
+  missing after `_AGENTS_RETRY_S`, when agents stop retrying.
 - Time in which the gateway did not answer does not count: it may be restarting, or this machine was suspended.
 """
 
@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-# Limits the ends of sessions that are not watched. Most of these sessions have been stopped.
+# Maximum number of recorded ends of unwatched sessions, most of which were stopped.
 _KEPT = 10_000
 
 
@@ -80,7 +80,7 @@ class HeartbeatReport:
 class _Gateway:
     asked_at: float | None = None
     """Time of the last poll; None if the gateway did not answer it."""
-    # The total time in which agents could demonstrably reach it, and the time since then without any sign of them.
+    # The total time in which agents demonstrably reached it, and the time since then without a request of theirs.
     proven_s: float = 0.0
     unproven_s: float = 0.0
 
@@ -103,7 +103,8 @@ class Heartbeats:
         self._earlier: dict[str, _Gateway] = {}
 
     def watch(self, session_id: str) -> None:
-        """Watch a session from now on: a repeated invoke may have replaced the container that sent earlier ones."""
+        """Watch a session from now on. Earlier heartbeats do not count: a repeated invoke may have replaced the
+        container that sent them."""
         self._watched.add(session_id)
         if (last := self._last.pop(session_id, None)) is not None:
             self._earlier[session_id] = last[0]

@@ -137,7 +137,7 @@ def shorten(key: str) -> str:
 
 
 def expand(text: str) -> str:
-    """Return the key from which `shorten` made this text. Other text is returned unchanged."""
+    """Return the key from which `shorten` made this string. Other strings are returned unchanged."""
     claims, separator, signature = text.rpartition(_SEPARATOR)
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS, zdict=_common_claims())
     try:

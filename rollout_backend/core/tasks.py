@@ -144,7 +144,7 @@ def _task(row: object, default_id: str) -> Task:
         raise TaskFileError("payload is missing, or is not an object")
     task_id = row.get("task_id")
     if not isinstance(task_id, str | None):
-        raise TaskFileError(f"task_id is {task_id!r}, which is not a text")
+        raise TaskFileError(f"task_id is {task_id!r}, which is not a string")
     private = row.get("private")
     if not isinstance(private, dict | None):
         raise TaskFileError("private is not an object")
@@ -247,7 +247,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
     try:
         rows = table.to_pylist()
     except (ArithmeticError, LookupError, ValueError, pyarrow.ArrowException) as error:
-        raise TaskFileError(f"{path} has a text, time or time zone that cannot be read: {error}") from None
+        raise TaskFileError(f"{path} has a string, time or time zone that cannot be read: {error}") from None
     nulls = _Nulls(path)
     for number, row in enumerate(rows):
         # A struct column has the fields of all rows, and a field that a row lacks is read as null. A column of JSON

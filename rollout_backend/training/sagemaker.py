@@ -8,9 +8,9 @@ Invariants:
   confirms it, so it runs once, and no gap blocks the session.
 - An operation that another process sends takes a sequence number. The next operation of this process is then
   refused, and training begins again at the checkpoint.
-- A run has one session at a time. One that has ended is replaced, and training begins again at the checkpoint.
+- A run has one session at a time. A session that has ended is replaced, and training begins again at the checkpoint.
 - Each call ends after `training_service.call_s`.
-- A sequence ends at the call's own limit or stop token, also if the service sampled more.
+- A sequence ends at the call's own limit or stop token, even if the service sampled more.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SageMakerService:
         self._next = 1
         # A session with new weights, in which nothing was trained yet.
         self._untrained = ""
-        # Whether the session does not have the weights of the last `begin`.
+        # True if a new session replaced the one with the weights of the last `begin`.
         self._replaced = False
         self._opening = asyncio.Lock()
         self._billed: dict[str, int] = {}

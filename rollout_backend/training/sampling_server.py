@@ -6,12 +6,12 @@ Invariants:
 
 - A call samples from the weights that were the newest when it began, and its reply names their version.
 - Token ids and logprobs are the service's, unchanged. A reply without a logprob for each token is an error.
-- What the service cannot do (images, forced formats, logit bias, adapters, routed experts) is refused by name.
-- A fault of the service costs a call time: it is repeated until its deadline. What the service has forgotten, as
-  after a restart, is opened again.
-- A call at the service is never taken for lost, however long its reply takes: the service would bill it again.
-- A call whose client hangs up may be billed nevertheless, so such calls and their tokens are counted. It is not
-  repeated, and ends at the service if the service can end it.
+- Features that the service lacks (images, forced formats, logit bias, adapters, routed experts) are refused by name.
+- After a fault of the service, a call is retried until its deadline. A sampler that the service has forgotten, for
+  example after a restart, is opened again.
+- A call at the service never counts as lost, however long its reply takes: the service would bill a retry again.
+- The service may bill a call whose client hangs up, so such calls and their tokens are counted. They are not retried,
+  and are cancelled if the service supports that.
 """
 
 from __future__ import annotations

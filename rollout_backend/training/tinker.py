@@ -2,9 +2,9 @@
 
 Invariants:
 
-- Each call ends after `training_service.call_s`, however long the SDK repeats it.
-- A service that has restarted may have forgotten the session: it is opened again.
-- A refusal that does not have the form of the API comes from a proxy, and counts as no answer.
+- Each call ends after `training_service.call_s`, however long the SDK retries it.
+- If a restarted service has forgotten the session, it is opened again.
+- A refusal that is not in the API's format comes from a proxy, and counts as no answer.
 """
 
 from __future__ import annotations

@@ -10,18 +10,18 @@ the manager needs `VERL_USE_EXTERNAL_MODULES=rollout_backend.verl` in its enviro
 Differences from verl's own estimators:
 
 - A rollout counts once, however many rows it has. verl's, except for `grpo`, count each row as a rollout.
-- A rollout without a trained token is missing and enters no statistic. The legacy trainer keeps a slot for each
-  rollout, and verl's estimators take an empty slot for a reward of 0, so an agent lost to the infrastructure would
-  raise the others' advantage. Rows that pad a batch, and rows that rollout correction rejects as a whole, are
-  missing, too.
-- A group with a single survivor has advantage 0 and enters no statistic. verl's estimators give it its raw reward.
+- A rollout without a trained token is missing and affects no statistic. The legacy trainer keeps a slot for each
+  rollout, and verl's estimators treat an empty slot as a reward of 0, so an agent lost to the infrastructure would
+  raise the others' advantage. Rows that pad a batch, and rows that rollout correction rejects as a whole, are also
+  missing.
+- A group with a single survivor has advantage 0 and affects no statistic. verl's estimators give it its raw reward.
   Without another rollout to compare with, the raw reward does not measure quality, and it outweighs a normalised
   advantage. Therefore `rollout.n` must be at least 2.
 - If each rollout has one row and none is missing, the results equal verl's.
 
 A rollout's reward is the sum of the scores of its row: the rollout's reward and all its turn rewards, wherever they
 are in the row. All trained tokens of the rollout get the same advantage. verl's `gae` and `reinforce_plus_plus` use
-the places of rewards instead, and take each row for a rollout: see `takes_rows_for_rollouts`.
+the positions of rewards instead, and treat each row as a rollout: see `takes_rows_for_rollouts`.
 
 Write your own with `register_rollout_estimator`.
 
@@ -50,7 +50,7 @@ _Places = NDArray[np.int64]
 RowEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """An estimator as verl calls it, with rows."""
 ESTIMATORS: dict[str, RowEstimator] = {}
-"""The estimators that compare rollouts, by name: those below, and those that users register."""
+"""The estimators that compare rollouts, by name: ours and the ones that users register."""
 
 
 def row_uid(uid: str, session: int, index: int) -> str:

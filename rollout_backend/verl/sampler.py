@@ -16,12 +16,12 @@ group is dropped for its age, and long rollouts are trained as often as short on
 (`max_off_policy_strategy=drop`), or waits only for groups that have reached the limit (`wait`): if more of them
 remain than the next batch has places, the others exceed it.
 
-After a restart of the trainer a rollout can still be too old, judged by the versions that sampled its trained tokens.
-It is dropped then. If fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout
-has no baseline. Each dropped group is replaced by one of another prompt.
+After a restart of the trainer, a rollout can still be too old by the versions that sampled its trained tokens. It is
+then dropped. If fewer than two rollouts of a group remain, the whole group is dropped, because a single rollout has
+no baseline. A group of another prompt replaces each dropped group.
 
-Rows come in the order of verl's prompts, their rollouts and segments, not in that of their arrival: sums of
-floating-point numbers depend on it, so equal rollouts would otherwise give different gradients.
+Rows are ordered by verl's prompts, then by rollout and segment, not by arrival: sums of floating-point numbers depend
+on the order, so equal rollouts would otherwise give different gradients.
 
 With `stable_steps`, the default, the number of optimizer steps does not depend on how many rows a batch has: see
 `StableSteps`.

@@ -108,7 +108,7 @@ _TOKENS_TOGETHER = 1_000_000
 
 
 class QueueWriter:
-    """One thread that writes groups to TransferQueue, in order. It writes those that wait in one call, because a call
+    """A thread that writes groups to TransferQueue, in order. One call writes all groups that wait, because a call
     takes longer than the rows of a group.
 
     The thread is a daemon: if TransferQueue ends first, a write blocks for ever and must not keep the process alive.
@@ -117,14 +117,14 @@ class QueueWriter:
     def __init__(
         self, rows_of: Callable[[V1Batch, GroupResult], list[QueueRow]], on_error: Callable[[BaseException], None]
     ) -> None:
-        """`rows_of` returns the rows of a group; without any, the group has failed. Both are called in the thread."""
+        """`rows_of` returns the rows of a group, or none if the group has failed. Both are called in the thread."""
         self._rows_of = rows_of
         self._on_error = on_error
         self._waiting: queue.SimpleQueue[tuple[V1Batch, str, GroupResult | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="transfer-queue", daemon=True).start()
 
     def submit(self, batch: V1Batch, task_id: str, group: GroupResult | None) -> None:
-        """Write the rows of a task's group, then its status. None: the group has failed."""
+        """Write the rows of a task's group, then its status. `group` is None if it has failed."""
         self._waiting.put((batch, task_id, group))
 
     def _run(self) -> None:
@@ -143,7 +143,7 @@ class QueueWriter:
                 self._write(batch, {task_id: group for _, task_id, group in groups})
 
     def _write(self, batch: V1Batch, groups: Mapping[str, GroupResult | None]) -> None:
-        """Write all rows, then all statuses. A group whose rows cannot be made fails without the others."""
+        """Write all rows, then all statuses. A group whose rows cannot be made fails alone."""
         rows: list[QueueRow] = []
         tags = {batch.uid(task_id): {"status": "failure"} for task_id in groups}
         finished = []
@@ -164,7 +164,7 @@ class QueueWriter:
         self._retry(lambda: set_tags(batch.partition, tags), stop_never)
 
     def _retry(self, write: Callable[[], None], stop: StopBaseT) -> None:
-        """Repeat a write until `stop`. A failure that lasts is reported meanwhile."""
+        """Retry a write until `stop`, and report a failure that lasts for more than `_PATIENCE_S`."""
 
         def report(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None

@@ -10,14 +10,14 @@ adapter to the HTTP server's models.
 Invariants:
 
 - A reply has a version only if it is certain. verl aborts all generation before it changes the weights and then the
-  version, and resumes after that. So all tokens of a reply have one version: that at which its first token arrives.
-  Tokens that arrive only with their abort have one if the version has not changed since the call began.
-- Each stream ends with a `finish_reason`. 8 of 32 streams of 0.24.0 that a pause aborted ended without one.
+  version, and resumes after that. All tokens of a reply therefore have the version at which its first token arrived.
+  If all tokens arrive with the abort, they have a version only if it has not changed since the call began.
+- Each stream ends with a `finish_reason`. In 0.24.0, 8 of 32 streams that a pause aborted ended without one.
 - On a server with a LoRA adapter, a request for `/inference/v1/generate` never samples from the base model: it is
   refused with 400 if it does not name the adapter. verl's own calls use the base model until the first weight update.
 - A request reaches the engine only if the engine has the adapter, and gets 503 otherwise, because verl removes the
-  adapter before it loads the next one. An engine that lacks the adapter of a request reads it from a folder that does
-  not exist, and ends.
+  adapter before it loads the next one. An engine that lacks a request's adapter reads it from a folder that does not
+  exist, and crashes.
 """
 
 from __future__ import annotations

@@ -281,8 +281,8 @@ def test_no_setting_is_checked_by_a_pattern_that_its_error_would_show():
         ("run_id=a/b", "run_id: 'a/b' is not "),
         ("runtime.working_dir=x", "runtime.working_dir: no such setting; another runtime.kind has it"),
         ("gateway=", "gateway: must be a map of settings, and is empty"),
-        ("run_id=123", "run_id: must be a text, and YAML reads it as a number: put it in quotes"),
-        ("output_dir=123", "output_dir: must be a text, and YAML reads it as a number: put it in quotes"),
+        ("run_id=123", "run_id: must be a string, and YAML reads it as a number: put it in quotes"),
+        ("output_dir=123", "output_dir: must be a string, and YAML reads it as a number: put it in quotes"),
     ],
 )
 def test_a_value_of_another_form_is_refused_in_words(setting, message):

@@ -77,7 +77,7 @@ def test_the_agent_gets_instruction_and_environment_and_the_scorer_the_tests(mak
         ("[verifier]\nnetwork_mode = 'allowlist'", "the agent's network is that of its runtime"),
         ("[environment]\nskills_dir = '/skills'", "environment.skills_dir in task.toml is not supported"),
         ("[environment]\nos = 'windows'", "needs Windows"),
-        ("[verifier]\nenv = { KEY = 3 }", "verifier.env must be a table of texts"),
+        ("[verifier]\nenv = { KEY = 3 }", "verifier.env must be a table of strings"),
         ("[environment]\nworkdir = 'here'", "environment.workdir is 'here', not an absolute path"),
         ("verifier = 3", "verifier in task.toml is not a table"),
         ("[", "the Harbor task .*fix-sum: "),

@@ -103,8 +103,8 @@ UNREACHABLE = [
     ({"\udc00": 1}, r"a key of payload\.q holds"),
     ([0.5, math.nan], r"payload\.q\.1 is nan, which JSON does not know"),
     (1 << 20_000, r"payload\.q is a whole number of 20001 bits"),
-    (b"\xff", r"payload\.q is b'\\xff', a bytes, which JSON does not know: write it as a text"),
-    ({1: 2}, r"payload\.q has the key 1, which is not a text"),
+    (b"\xff", r"payload\.q is b'\\xff', a bytes, which JSON does not know: write it as a string"),
+    ({1: 2}, r"payload\.q has the key 1, which is not a string"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_values_that_python_cannot_hold_are_refused(tmp_path, kind):
     file = tmp_path / "t.parquet"
     column = pyarrow.array([{"at": 10**15}], pyarrow.struct([("at", kind)]))
     pyarrow.parquet.write_table(pyarrow.table({"payload": column}), file)
-    with pytest.raises(TaskFileError, match=r"t\.parquet has a text, time or time zone that cannot be read"):
+    with pytest.raises(TaskFileError, match=r"t\.parquet has a string, time or time zone that cannot be read"):
         read_tasks(file)
 
 

@@ -305,7 +305,7 @@ async def test_killed_agents_are_detected_by_missing_heartbeats(world, calm, cap
         result = await collecting
     await same_as(calm, result, world)
     assert result.report.attempts == PLANNED + 3
-    assert caplog.text.count("sent heartbeats and fell silent") == 3
+    assert caplog.text.count("stopped sending heartbeats") == 3
 
 
 # --- the clock --------------------------------------------------------------------------------------------

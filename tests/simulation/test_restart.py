@@ -116,5 +116,5 @@ def test_books_in_which_a_settled_rollout_runs_do_not_balance():
     assert not ledger.entries["a.0"].adopted
     ledger.reconcile()
     ledger.entries["a.0"].phase = Phase.RUNNING
-    with pytest.raises(LedgerError, match="1 settled rollouts are at work again"):
+    with pytest.raises(LedgerError, match="1 settled rollouts left the phase settled"):
         ledger.reconcile()

@@ -6,7 +6,7 @@ Invariants:
 - The tokens are the sealed trajectory of the gateway. Fetching it closes the session.
 - A rollout is written once, under the contract's key, before its step fetches it.
 - While S3 or the runtime fails, the search continues until the session is closed: "could not ask" is not "not there".
-- A step that is about to end a rollout without a result asks once more by `find_result`, ahead of all other searches.
+- Before a step ends a rollout without a result, it calls `find_result`, which goes before all other searches.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class _Session:
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its result is fetched and its rollout is written."""
     rejected_at: float | None = None
-    """When its container first rejected a fetch since it last answered one, in loop seconds."""
+    """Time of the first rejected fetch after the last answered one, in loop seconds."""
 
 
 class TranslatorOptions(TypedDict):
@@ -110,7 +110,7 @@ class Translator(ABC, Generic[_P]):
         store: ObjectStore,
         **options: Unpack[TranslatorOptions],
     ) -> None:
-        """Make a translator of a runtime's calls. Rollouts are written to `store`."""
+        """`calls` are the runtime's calls. Rollouts are written to `store`."""
         self._calls = calls
         self._protocol = protocol
         self._store = store
@@ -210,7 +210,7 @@ class Translator(ABC, Generic[_P]):
         return True
 
     def _is_rejected_for_good(self, session: _Session) -> bool:
-        """Return whether a container has rejected all polls for so long that it will give no result."""
+        """Return whether the container has rejected every fetch for `publish_grace_s`: no result will come."""
         now = asyncio.get_running_loop().time()
         session.rejected_at = now if session.rejected_at is None else session.rejected_at
         return now - session.rejected_at >= (session.request.publish_grace_s or 0.0)
@@ -305,7 +305,7 @@ class PollingTranslator(Translator[PolledResults]):
         self._open.pop(session_id, None)
         if (poll := self._polls.get(session_id)) is not None:
             await asyncio.wait([poll], timeout=_POLL_ARRIVES_S)
-            # A poll without an answer would hold its place among those of open sessions.
+            # Otherwise an unanswered poll would keep its place in the queue.
             poll.cancel()
         return await super().stop(session_id)
 
@@ -353,10 +353,10 @@ class Reports(Protocol):
     """The gateways, to which agents report."""
 
     async def reports(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the `status`, `has_rewards` and `age_s` of all reports that are known, by session."""
+        """Return `status`, `has_rewards` and `age_s` of every report, by session."""
 
     async def report_of(self, session_id: str) -> Mapping[str, Any] | None:
-        """Return the same and the `rewards` of one session, or None. Raises ServingError."""
+        """Return the same fields and `rewards` for one session; None without a report. Raises ServingError."""
 
 
 class ReportTranslator(Translator[ReportedResults]):

@@ -100,7 +100,7 @@ _NESTED = {
 }
 # An agent may alternate between several conversations.
 _KEPT = 4
-# This many bytes are compared before everything is digested.
+# Compare this many bytes at the end before digesting the whole text.
 _TAIL = 64
 # The start of a body, up to its messages. Only plain values may precede them.
 _BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"%s"\s*:\s*(?=\[)'
@@ -110,9 +110,9 @@ _DECODER = json.JSONDecoder()
 
 # --- text parts -----------------------------------------------------------------------------------------------
 #
-# The text parts of a message are joined as the engine's own endpoints do, so that the deployed model reads the same.
-# SGLang joins them with a space and vLLM with a newline, unless the chat template takes a message's parts as a list:
-# then the template prints one after the other. Some fields are joined in another way, whatever the template takes.
+# The text parts of a message are joined as the engine's own endpoints join them, so that the deployed model sees the
+# same prompt. SGLang joins them with a space and vLLM with a newline, unless the chat template takes a list of parts;
+# such a template prints them without a separator. Some fields have their own separator with every template.
 
 
 class Separators(NamedTuple):

@@ -49,7 +49,7 @@ class _ToolCall(Body):
 _AnyPart = Annotated[
     _Part, BeforeValidator(lambda part: {"type": "text", "text": part} if isinstance(part, str) else part)
 ]
-# Parts that vLLM's endpoint reads as text, and the fields that hold it. Clients send back those of a reply.
+# Parts that vLLM's endpoint reads as text, with the fields of the text. Clients send the parts of a reply back.
 _TEXTS = {
     **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
     "refusal": ("refusal",),

@@ -30,7 +30,7 @@ def _one_prompt(value: object) -> object:
     if isinstance(value, list) and all(type(token) is int for token in value):
         value = tuple(value)
     if not isinstance(value, (str, tuple)):
-        raise ValueError("must be a text or a list of token ids")  # noqa: TRY004  what pydantic reports
+        raise ValueError("must be a string or a list of token ids")  # noqa: TRY004  what pydantic reports
     if not value:
         raise ValueError("is empty; there is nothing to continue")
     return value

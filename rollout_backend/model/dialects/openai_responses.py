@@ -47,7 +47,7 @@ _HOSTED = frozenset(
         *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
     }
 )
-# The limit in characters. Without it, a request could ask for the square of its own length.
+# In characters. Without this limit, the text of a request could grow quadratically.
 _MAX_REPEATED = 4 * 2**20
 _TEXT_INPUT = {
     "type": "object",

@@ -143,7 +143,7 @@ class ClientCall:
     def _end(self, running: InFlightCall, error: BaseException | None = None) -> bool:
         """Stop listening to the call in flight, and record how this client's call ended.
 
-        Return True if the call in flight was aborted, because nobody else listens.
+        Return True if the call in flight was aborted because it has no other listener.
         """
         retries = self._session.retries
         if error is None:

@@ -7,11 +7,11 @@ Invariants:
 - A session that has used more than its share waits before its next unit. Its share is half of an equal part of one
   core, at least `_MIN_RATE`, and it may use `_BURST_S` at once. Among many sessions, one therefore delays fewer than
   one call in a hundred of the others.
-- Brief work counts only in part, and more of it while the event loop is busy. Sessions that share a busy event loop
-  equally never wait.
-- The garbage collector's work is charged to nobody: it visits the objects of all sessions.
-- A session never waits for longer than `_MAX_PAUSE_S` at a time, and work that has begun is completed. A session of
-  long units, each above a hundredth of `_MAX_PAUSE_S`, therefore exceeds its share.
+- Only a part of brief work is charged; the part is larger while the event loop is busy. Sessions that share a busy
+  event loop equally never wait.
+- Garbage collection is charged to no session, because it visits the objects of all sessions.
+- A session never waits for longer than `_MAX_PAUSE_S` at a time, and a unit that has started is completed. A session
+  whose units each take more than a hundredth of `_MAX_PAUSE_S` therefore exceeds its share.
 """
 
 import asyncio
@@ -31,17 +31,18 @@ from rollout_backend.model.rendering.text_encoder import giving_way
 _T = TypeVar("_T")
 _BURST_S, _MAX_PAUSE_S = 0.5, 30.0
 _PART, _MIN_RATE = 0.5, 0.005
-# A unit of up to `_BRIEF_S` hardly delays other sessions, so it counts a tenth. Many delay all others once the event
-# loop is busy for `_BUSY` of the time. The weight is then below `_PART`, so that equal sessions never wait.
+# A unit of up to `_BRIEF_S` hardly delays other sessions, so a tenth of it is charged. Once the event loop is busy
+# for more than `_BUSY` of the time, many brief units delay everyone, so more is charged: less than `_PART`, so that
+# equal sessions never wait.
 _BRIEF_S, _BRIEF_WEIGHT, _BUSY_WEIGHT = 0.002, 0.1, 0.4
 _BUSY, _LOOK_S = 0.7, 0.25
-# CPU time of the server and its framework for a model call, and for any other request. No agent needs many of the
-# others, so they count whole.
+# CPU time that the server and its framework take for a model call, and for any other request. Agents need few other
+# requests, so these are charged in full.
 _CALL_S, _REQUEST_S = 0.0005, 0.001
 
 
 class Worker:
-    """A thread that serves the session with the least recent use first."""
+    """A thread that serves the session with the lowest recent use first."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -50,7 +51,7 @@ class Worker:
         # Only the event loop writes the first, and only the thread the second.
         self._submitted = self._finished = 0
         self.lent_s = 0.0
-        """CPU time that units have spent on those of other sessions, which they let go first."""
+        """CPU time of units that ran during a unit of another session, which gave way to them."""
 
     @property
     def is_busy(self) -> bool:
@@ -71,8 +72,8 @@ class Worker:
                 self._run_first()
 
     def _give_way(self, used_s: float, began_s: float) -> None:
-        """Run the waiting units of sessions that have used less CPU time than the session of the present unit. That
-        session had used `used_s` when the unit began, and the thread `began_s`."""
+        """Run the waiting units of sessions that have used less CPU time than the current unit's session. When the
+        current unit started, its session had used `used_s` and the thread had used `began_s`."""
         while self._jobs and self._jobs[0][0] < used_s + own_thread_s() - began_s:
             lent_from_s = own_thread_s()
             with giving_way(None):
@@ -90,7 +91,7 @@ class Worker:
                 result = function()
             except BaseException as raised:
                 error = raised
-        # The thread is free before the event loop hears of the result.
+        # Mark the thread as free before the event loop gets the result.
         self._finished += 1
         if error is not None:
             job.set_exception(error)
@@ -146,7 +147,7 @@ class CpuShare:
 
     @property
     def used_s(self) -> float:
-        """Return the recent use in seconds; what the session's share allows is deducted as time passes."""
+        """Return the recent use in seconds. It decreases with time, at the rate of the session's share."""
         now = self._cpu.clock()
         if self._used_s:
             self._used_s = max(0.0, self._used_s - self._cpu.rate * (now - self._at))
@@ -215,7 +216,7 @@ _current: ContextVar[CpuShare | None] = ContextVar("cpu_share", default=None)
 
 
 async def charge_to(share: CpuShare, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do the work, and charge its time on the event loop to the session, also in tasks that `charged_task` starts."""
+    """Await the work, and charge its time on the event loop to the session, including tasks of `charged_task`."""
     token = _current.set(share)
     try:
         return await _Metered(work, share)
@@ -224,7 +225,7 @@ async def charge_to(share: CpuShare, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def charged_task(work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-    """Start a task, which is charged to the same session as the caller."""
+    """Start a task that is charged to the caller's session."""
     share = _current.get()
     return asyncio.create_task(work if share is None else charge_to(share, work))
 

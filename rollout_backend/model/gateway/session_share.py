@@ -89,7 +89,7 @@ class SessionShare:
     ) -> AsyncIterator[tuple[bytes, bool]]:
         """Read and decompress a request's body. Yield it, and whether it is brief.
 
-        While the context of a body that is not brief lasts, no other of those is read.
+        The session's other large bodies are not read until the context exits.
 
         Raises:
             ApiError: `too_large()` beyond `max_bytes`; status 408 if the body does not arrive in time; 415 or 400 if

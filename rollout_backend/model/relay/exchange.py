@@ -8,7 +8,7 @@ Invariants:
 
 - The loop that reads a link never waits for a call, so a blocked call does not delay the others.
 - A sent frame is kept until the other side has processed it. `send` waits while `WINDOW` bytes are kept.
-  Acknowledgements thus free memory, throttle the sender, and determine what to resend after a reconnect.
+  Acknowledgements therefore free memory, throttle the sender, and determine what to resend after a reconnect.
 - Each frame is received once and in order. A frame out of order or beyond the window is a `FrameError`, because
   neither side trusts the other's window.
 """

@@ -371,7 +371,7 @@ class RendererBundle:
         return frozenset(self.tokenizer.added_tokens_decoder)
 
     def marker_ids(self, text: str) -> Sequence[int]:
-        """Return the tokens of a constant text. They are cached, so pass only a few different texts."""
+        """Return the tokens of a constant string. They are cached, so pass only a few different strings."""
         if text not in self._markers:
             self._markers[text] = list(self.tokenizer.encode(text, add_special_tokens=False))
         return self._markers[text]

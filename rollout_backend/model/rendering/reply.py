@@ -403,7 +403,7 @@ class _GrowingText:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        # The start of the last piece, because some tokens decode differently at the start of a text.
+        # The start of the last piece, because some tokens decode differently at the start of a string.
         self._before = 0
         # The number of tokens whose text was returned, and the tokens of the last piece.
         self.read = 0

@@ -154,8 +154,8 @@ class SegmentRecorder:
         """Record one model call.
 
         `messages` is the conversation including this call's reply. `split_reason` is used only if this call opens a
-        segment. `images` are those of the prompt, in order. The segment `continues` has the routing of the tokens
-        before those of the completion.
+        segment. `images` are the images of the prompt, in order. The segment `continues` has the routing of the
+        tokens before the completion.
         """
         sampled, logprobs = completion.token_ids, completion.logprobs
         if len(logprobs) != len(sampled):

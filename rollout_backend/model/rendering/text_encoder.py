@@ -5,10 +5,10 @@ splits ASCII text with the same expressions and keeps the tokens of words, so th
 
 Invariants:
 
-- The tokens are those of the whole text. Text is cut at added tokens, and between a letter and a mark or space: no
-  expression matches across either. What is not ASCII, or unusual, is encoded by the tokenizer itself.
+- The tokens equal the tokenizer's for the whole text. Text is split at added tokens, and between a letter and a mark
+  or space, because no expression matches across these. The tokenizer itself encodes all text that is not ASCII.
 - An encoder compares itself with the tokenizer when it is created, and is not used if they differ.
-- The memory for words is bounded. One thread at a time encodes. Between pieces, its other work may go first.
+- The memory for words is bounded. One thread at a time encodes, and may do other work between two pieces.
 """
 
 import contextlib
@@ -60,8 +60,8 @@ _give_way: ContextVar[Callable[[], object] | None] = ContextVar("give_way", defa
 
 @contextlib.contextmanager
 def giving_way(to_others: Callable[[], object] | None) -> Iterator[None]:
-    """Within the context, this thread calls `to_others` after each text and each piece of a long one: it may encode
-    other texts."""
+    """Within the context, this thread calls `to_others` after each string and each piece of a long one. `to_others`
+    may encode other strings."""
     token = _give_way.set(to_others)
     try:
         yield
@@ -91,7 +91,7 @@ class TextEncoder:
     """Encodes text as a tokenizer does, and remembers its words."""
 
     def __init__(self, tokenizer: Any, stages: Sequence[re.Pattern[str]], piece_chars: int = _PIECE_CHARS) -> None:
-        """Each of the `stages` splits ASCII text into words and the text between them; the next splits these."""
+        """Each of the `stages` splits ASCII text into words and the text between them. The next stage splits both."""
         added = tokenizer.added_tokens_decoder
         self._backend, self._encode = tokenizer.backend_tokenizer, tokenizer.encode
         self._stages, self._piece_chars = stages, piece_chars
@@ -149,7 +149,7 @@ class TextEncoder:
             return list(itertools.chain.from_iterable(map(known.__getitem__, words)))
         except KeyError:
             unique = dict.fromkeys(words)
-        # Adding words may drop those of the earlier generation, so look these up first.
+        # Adding words may drop the earlier generation, so look its words up first.
         found = {word: known[word] for word in unique if known.has(word)}
         new = [word for word in unique if word not in found]
         learned = {word: self._new(word) for word in new[:_MAX_NEW_WORDS]}
@@ -174,7 +174,7 @@ class TextEncoder:
 
 
 class _Words(dict[str, _Ids]):
-    """Tokens by word: those of the last `_MAX_WORDS` words that were used, and up to as many before."""
+    """Tokens by word, in two generations: the last `_MAX_WORDS` used words, and up to as many earlier ones."""
 
     def __init__(self) -> None:
         self._earlier: Mapping[str, _Ids] = {}

@@ -172,7 +172,7 @@ class ClearTokens:
         self._read = 0
 
     def count(self, ids: Sequence[int]) -> int:
-        """Return how many tokens are clear. `ids` must extend those of the last call, and complete no string."""
+        """Return how many tokens are clear. `ids` must extend the last call's ids, and complete no stop string."""
         for byte in b"".join(map(self._stops.bytes_of, ids[self._read :])):
             for string, borders in self._stops.borders.items():
                 matched = self._matched[string]

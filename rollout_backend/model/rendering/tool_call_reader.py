@@ -535,8 +535,8 @@ def _property(schema: Any, key: str, root: Any) -> Any:
 def _parts(
     schema: Any, root: Any, has_parts: Callable[[Mapping[str, Any]], bool] = lambda part: True
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and those of its references and unions, each once, up to a number. `has_parts` is whether to
-    yield those of a part."""
+    """Yield a schema and the schemas of its references and unions, each once, at most `_MAX_PARTS`. `has_parts`
+    returns whether to continue with the references and unions of a schema."""
     rest, seen = [schema], set[int]()
     for _ in range(_MAX_PARTS):
         if not rest:

@@ -2,8 +2,9 @@
 
 Invariants:
 
-- S3 has every result, so a copy may be missing. The journal of the gateway, which is often on the same disk, may not.
-- The copies of whole steps are deleted, oldest first, never those of the newest step.
+- A copy may be missing, because S3 has every result. It must leave room for the gateway's journal, which is often on
+  the same disk.
+- The copies of whole steps are deleted, oldest first. The copies of the newest step are kept.
 """
 
 import logging

@@ -30,7 +30,7 @@ RunState = Literal["running", "ended", "interrupted", "failed", "killed", "silen
 RUNS_S = 60.0
 StartedBy = Literal["run", "local", "demo", "verl", "train", "python"]
 TRAINERS: frozenset[StartedBy] = frozenset({"verl", "train"})
-"""Those that number their steps by `batch_number`."""
+"""The programs that number their steps by `batch_number`."""
 
 _PACKAGES = (
     "rollout-backend",

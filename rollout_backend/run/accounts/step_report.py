@@ -16,7 +16,7 @@ from rollout_backend.model.gateway.stats import EngineUse
 from rollout_backend.run.accounts.records import RolloutRecord
 from rollout_backend.run.accounts.summary import mean, percentiles
 
-# Of a segment; any other text in a result without a seal is the agent's.
+# Split reasons that the gateway writes. A result without a seal may have any other, written by the agent.
 _REASONS = ("first_call", "rerendered", "tools_changed", "history_rewritten", "branched", "new_conversation")
 
 
@@ -99,7 +99,7 @@ class LengthBias(BaseModel, frozen=True, extra="forbid"):
 class StepReport(BaseModel, frozen=True):
     """The accounts of one step: how each planned rollout ended, and what the step cost."""
 
-    # Unknown fields are ignored, because reports of earlier versions have more.
+    # Unknown fields are ignored, so that a version without a field still reads the reports of one that had it.
 
     run_id: str
     step: int
@@ -144,7 +144,7 @@ class StepReport(BaseModel, frozen=True):
     """Replies that no client received whole and no call continued, since then."""
     given_up_calls: dict[str, int] = {}
     """`calls` whose clients hung up while a training service sampled them, since then, with their `prompt_tokens` and
-    `sampled_tokens`. Calls that the service may have ended have their limits in `limit_tokens` instead."""
+    `sampled_tokens`. If the service may have stopped a call, its token limit is in `limit_tokens` instead."""
     left_out_replies: int = 0
     """Replies that training.leave_out leaves out of training, since then."""
     unjournaled_sessions: int = 0

@@ -3,8 +3,8 @@ open files.
 
 Invariants:
 
-- Nothing is started, and nothing is left behind.
-- Other machines are not judged from here: with gateways on a Ray cluster, only they need the model.
+- The checks start nothing and leave nothing behind.
+- Other machines are not checked: with gateways on a Ray cluster, only they need the model.
 """
 
 import contextlib

@@ -3,14 +3,15 @@
 Invariants:
 
 - a call is sent only after it was admitted, and its response is reported to the rate that admitted it;
-- a rollout waits once for its start: its first invoke is admitted together with its slot, one of `max_sessions`;
+- a rollout waits only once before it starts: its first invoke and its slot, one of `max_sessions`, are admitted
+  together;
 - calls that finish rollouts precede calls that start them. Polls and new sessions take turns, because a poll of an
-  agent that still runs finishes nothing; the last poll before a rollout is given up precedes every call;
-- among invokes, those of tasks with a higher priority come first, then those that have waited longer;
+  agent that still runs finishes nothing; the last poll of a rollout that would otherwise end precedes every call;
+- invokes are ordered by the priority of their task, highest first, then by arrival;
 - refused invokes slow down neither polls nor stops;
 - a cancelled waiter leaves the queue and gives its place to the next one;
 - while the run's lease is not confirmed, no call is admitted, and each keeps its place;
-- a rate change also applies to calls that already wait: no waiter sleeps for a time computed before the change;
+- a rate change also applies to waiting calls: no waiter sleeps for a time computed before the change;
 - results come first: one turn of the event loop, which also receives them, admits at most `_PER_TURN` calls. While
   results wait because `collect.max_fetches` are being fetched, `_PAUSE_S` pass between two such turns.
 """

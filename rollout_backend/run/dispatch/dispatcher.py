@@ -143,7 +143,7 @@ class Dispatcher:
         def enough(state: RetryCallState) -> bool:
             nonlocal failed_at, own_failures
             failed_at = now() if failed_at is None else failed_at
-            # A runtime that throttles, and closes other sessions meanwhile, closes this one in its turn.
+            # A runtime that throttles and still closes other sessions will close this one too.
             own_failures += state.outcome is None or not isinstance(state.outcome.exception(), Throttled)
             since = failed_at if own_failures >= _LEAST_STOPS else max(failed_at, self._stopped_at)
             return state.attempt_number >= _LEAST_STOPS and now() - since >= self._stop_retry_s

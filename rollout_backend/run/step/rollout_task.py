@@ -395,8 +395,8 @@ class RolloutTask:
             # A heartbeat arrived during the check.
             return
         message = (
-            f"session {self.entry.session_id} sent heartbeats and fell silent while others were heard: its container "
-            "has died, or its network. The session's log may say why"
+            f"session {self.entry.session_id} stopped sending heartbeats while other sessions sent them: its "
+            "container or its network has failed. The session's log may say why"
         )
         self._lose_session(CONTAINER_LOST, message)
 

@@ -199,7 +199,7 @@ def _ranked(records: Sequence[RolloutRecord], tasks: Sequence[TaskRewards]) -> I
 
 
 def conversation(rollout: Rollout, text: TokenText | None) -> dict[str, Any]:
-    """Convert a rollout to plain values. Long texts are cut and marked."""
+    """Convert a rollout to plain values. Long strings are cut and marked."""
     failure = rollout.failure
     numbers = itertools.count()
     return {

@@ -83,8 +83,8 @@ def test_the_text_has_special_tokens_only_if_asked(play, more, text):
     [
         ({"prompt": ["a", "b"]}, "prompt: holds 2 prompts; send one per call"),
         ({"prompt": []}, "prompt: is empty"),
-        ({"prompt": [1.5]}, "prompt: must be a text or a list of token ids"),
-        ({"prompt": [True]}, "prompt: must be a text or a list of token ids"),
+        ({"prompt": [1.5]}, "prompt: must be a string or a list of token ids"),
+        ({"prompt": [True]}, "prompt: must be a string or a list of token ids"),
         ({"logprobs": 3}, "logprobs: only the logprobs of sampled tokens"),
         ({"best_of": 3}, "best_of: all choices are returned"),
         ({"echo": True}, "echo: only what was sampled is returned"),

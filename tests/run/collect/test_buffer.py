@@ -65,7 +65,7 @@ MALFORMED = {
     "not json": "body: not JSON",
     "[{}]": "body: not a JSON object",
     "{}": "Records: missing",
-    '{"Records": [{"s3": {"bucket": {"name": 5}}}]}': "Records.0.s3.bucket.name: not a text",
+    '{"Records": [{"s3": {"bucket": {"name": 5}}}]}': "Records.0.s3.bucket.name: not a string",
     "[" * 10_000: "body: not JSON",
 }
 

@@ -39,7 +39,8 @@ def session_stopper(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a function that stops one session and returns False if the session did not exist."""
     # The lock lets all sessions share one listing of the runtimes.
     listing = Lock()
-    make: Any = boto3.client  # the types of boto3 have one overload per service name
+    # The types of boto3 have one overload per service name.
+    make: Any = boto3.client
     agentcore = make(
         "bedrock-agentcore",
         region_name=options["region"],

@@ -2,16 +2,16 @@
 
 Invariants:
 
-- A runtime's name follows from everything that defines it, so two runs that need the same one create it once.
-- A runtime that a rollout of this run needs, or that has an open session of it or a lease of another run, is not
-  deleted. A lease is a tag that names the run and the time until which its sessions can last. It is written before
-  the first session.
-- Only runtimes with this backend's tag are deleted: the least recently used one, when the quota of runtimes refuses
-  another, and by the janitor those that a killed run has left and no other run leases.
-- Tags are read one after the other, below the rate that AgentCore grants to all users of an account together, and
-  again at the earliest after as many seconds as there are runtimes, except before a deletion.
-- A creation that failed ends the rollouts of its image, with the service's reason. What was refused or not answered
-  is repeated until the deadline of the rollouts that wait for it. A runtime that was deleted is created again.
+- A runtime's name is derived from its whole definition, so two runs that need the same runtime create it once.
+- A runtime is not deleted while this run needs it or has an open session in it, or while another run leases it. A
+  lease is a tag with the run's name and the time until which its sessions can last. It is written before the first
+  session.
+- Only runtimes with this backend's tag are deleted. When the quota refuses a new runtime, the run deletes the least
+  recently used one. The janitor deletes the runtimes of a killed run that no other run leases.
+- Tags are read one at a time, below the rate that AgentCore grants to all users of an account together. The tags of
+  a runtime are cached for as many seconds as there are runtimes, and read again before a deletion.
+- If a creation fails, the rollouts of its image end with the service's reason. Refused and unanswered calls are
+  retried until the deadline of the rollouts that wait for them. A deleted runtime is created again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _PREFIX = 26
 MAKERS = 8
 # The pause between a failed creation and the next one.
 _FAILED_S = 300.0
-# Creations after a deletion, over half a minute, before another runtime is deleted.
+# After a deletion, the creation is retried this often, for half a minute, before another runtime is deleted.
 _FREEING = 12
 # Used until `session_s` is known.
 _SESSION_S = 3600.0
@@ -80,11 +80,11 @@ _CLOSE_S = 60.0
 
 @dataclasses.dataclass(eq=False)
 class ImageRuntime:
-    """A runtime that this run uses. `sessions` are those that may be open, and until when."""
+    """A runtime that this run uses. `sessions` maps each session that may be open to the latest time of its end."""
 
     spec: RuntimeSpec
     making: asyncio.Task[str] | None = None
-    # Times are in unix seconds: the last creation that cannot succeed, sessions by id, leases by tag, the last use.
+    # In unix seconds: the last failed creation, the ends of sessions by id and of leases by tag, and the last use.
     failed: float = float("-inf")
     sessions: dict[str, float] = dataclasses.field(default_factory=dict)
     leases: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,7 @@ class ImageRuntimes:
 
     @contextmanager
     def hold(self, payload: Mapping[str, Any]) -> Iterator[None]:
-        """Keep the task's runtime, also while its rollout waits for a slot, or runs since before this process."""
+        """Keep the task's runtime, even if its rollout waits for a slot or was started by an earlier process."""
         key = container_key(payload)
         self._needed[key] += 1
         try:
@@ -177,7 +177,7 @@ class ImageRuntimes:
         return next((each.arn for each in self._known.values() if session_id in each.sessions), None)
 
     def forget(self, arn: str) -> RuntimeNotReady:
-        """Create a runtime that somebody has deleted again at its next use. Return the error that says so."""
+        """Forget a runtime that was deleted, so that its next use creates it again. Return the error that says so."""
         for runtime in self._known.values():
             if runtime.arn == arn:
                 runtime.making = None
@@ -205,7 +205,7 @@ class ImageRuntimes:
         self._known.clear()
 
     async def _give_up(self, runtime: ImageRuntime) -> None:
-        """Remove this run's leases, which the creation has written also if no session was ever opened."""
+        """Remove this run's leases. A creation writes one even if no session is opened later."""
         arn = runtime.arn
         runtime.leases.clear()
         if arn is not None:
@@ -224,8 +224,8 @@ class ImageRuntimes:
         return self._known.setdefault(spec.name, ImageRuntime(spec))
 
     def _make_once(self, runtime: ImageRuntime, run_id: str) -> asyncio.Task[str]:
-        """Return the task that creates the runtime, for all that wait for it. One that failed is repeated, but
-        one that cannot succeed only after some minutes."""
+        """Return the task that creates the runtime, which all callers share. A failed creation is retried; after
+        `_FAILED_S` if the definition itself was refused."""
         self._own.add(lease_of(run_id))
         made, fails = runtime.making, self._wall() < runtime.failed + _FAILED_S
         if made is None or made.cancelled() or (made.done() and made.exception() is not None and not fails):
@@ -239,7 +239,7 @@ class ImageRuntimes:
         repeats: Iterator[float] = iter(())
         async with self._makers:
             while True:
-                # Compute the lease only now: hundreds of creations wait for an hour.
+                # Hundreds of creations wait for an hour, so compute the lease as late as possible.
                 lease = self._lease_tags(run_id)
                 maker = RuntimeMaker(
                     spec,
@@ -273,7 +273,7 @@ class ImageRuntimes:
                     return made.arn
 
     async def _lease(self, runtime: ImageRuntime, arn: str, run_id: str) -> None:
-        """Write until when the run may have sessions in the runtime, unless a tag that lasts long enough says so."""
+        """Write the run's lease of the runtime, unless its current lease lasts long enough."""
         key = lease_of(run_id)
         async with runtime.leasing:
             if runtime.leases.get(key, 0.0) >= self._wall() + self.session_s:
@@ -287,7 +287,7 @@ class ImageRuntimes:
             runtime.leases[key] = float(tags[key])
 
     async def _tag(self, arn: str, tags: Mapping[str, str]) -> None:
-        """Add tags. A runtime has at most 50: if AgentCore refuses more, remove leases that killed runs have left."""
+        """Add tags. A runtime has at most 50; if AgentCore refuses more, remove the expired leases of killed runs."""
         try:
             await self._client.tag_resource(resourceArn=arn, tags=tags)
         except ClientError as error:
@@ -423,7 +423,7 @@ class TagReader:
         self._turn = asyncio.Lock()
 
     async def read(self, arn: str) -> Mapping[str, str]:
-        """Return a runtime's tags; none if it is gone, or if these credentials may not read them."""
+        """Return a runtime's tags; none if it does not exist, or if these credentials may not read them."""
         async with self._turn:
             try:
                 return dict((await self._client.list_tags_for_resource(resourceArn=arn))["tags"])
@@ -437,7 +437,7 @@ class TagReader:
 
 @contextmanager
 def _as_call_error(what: str) -> Iterator[None]:
-    """Turn errors of the control plane into RuntimeCallError, but for QuotaOfRuntimes."""
+    """Convert errors of the control plane to RuntimeCallError, except QuotaOfRuntimes."""
     try:
         yield
     except QuotaOfRuntimes:

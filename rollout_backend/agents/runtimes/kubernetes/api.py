@@ -6,7 +6,7 @@ Invariants:
 - No expired token is used: token files are read for each call, because the kubelet replaces them, and an exec plugin
   runs again before its token expires.
 - An unsupported entry of a kubeconfig is refused by name.
-- An answer that does not have the form of the API server comes from a proxy, and counts as none.
+- An answer that is not in the API server's format comes from a proxy, and counts as no answer.
 - A call is sent once. Only a 401 is retried, with a new token, because a refused call has no effect.
 """
 

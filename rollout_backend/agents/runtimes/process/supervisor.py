@@ -7,11 +7,13 @@ It runs as a program, by path, so it imports only the standard library.
 
 Invariants:
 
-- It outlives its starter, unless its order says otherwise. A session ends when its command exits, when a byte arrives
-  in its pipe, or at its maximum lifetime.
-- No process of the session that it may kill remains at the end: on Linux, also none that left the process group.
-- A log that grows beyond twice `LOG_BYTES` keeps these first bytes and its end: an agent may print without end.
-- The pipe has a reader while the session is open, so any process can check whether it is.
+- It outlives the process that started it, unless its order says otherwise. A session ends when its command exits,
+  when a byte arrives in its pipe, or at its maximum lifetime.
+- At the end, it has killed every process of the session that it may kill, on Linux including processes that left the
+  process group.
+- A log that exceeds twice `LOG_BYTES` is cut to its first `LOG_BYTES` and its end, because an agent may print without
+  end.
+- The pipe has a reader while the session is open, so any process can check whether the session is open.
 """
 
 import contextlib

@@ -7,11 +7,12 @@ Invariants:
 - A prompt with images equals the recorded one. The engine builds it from one token and the bytes of each image, and
   returns its ids, or through a router its length. If they differ, the reply is discarded.
 - A call ends within `timeout_s` and after at most `attempts` attempts without progress.
-- An attempt that is silent for `silence_s` is examined. If it has sent tokens, it is cut and the call continues
-  elsewhere. Before its first token, a call waits in an engine that answers other calls, and leaves one that hangs for
-  one that samples. An engine that samples has lost a call that it has not answered in time.
-- A call with a grammar is not repeated once its connection breaks, because the grammar may have ended the engine and
-  would end the next one. It is repeated if the engine refuses it for now.
+- If an attempt is silent for `silence_s`, the client checks its engine. An attempt that has sent tokens is aborted,
+  and the call continues on another engine. Before its first token, a call stays with an engine that answers other
+  calls, and moves from an engine that hangs to one that samples. An engine that samples, but has not answered the
+  call in time, has lost it.
+- A call with a grammar is not retried after its connection breaks, because the grammar may have crashed the engine
+  and would crash the next one. It is retried if the engine refuses it temporarily.
 - If an engine aborts a generation (for example to load new weights), the client resumes it from the tokens sampled so
   far, which keep their logprobs and weight versions. An abort without tokens is a plain retry. The same applies to an
   interrupted stream, whose tokens may already have been sent to the agent.
@@ -23,9 +24,9 @@ Invariants:
 - A reply whose end was received is complete, even if the rest of its stream is lost.
 - Each attempt of a call with a LoRA adapter names the adapter's newest version, and its tokens carry that version. If
   the version was replaced, the call resumes with the newest one, like a call aborted for new weights.
-- Routed experts are those that the engine used. A resumed request asks only for the missing ones, so earlier tokens
-  keep the routing with which they were sampled. An interrupted reply has no routing: a later request gets it from the
-  engine's prefix cache or from a new forward pass. A call whose routing stays incomplete fails.
+- A resumed request asks only for the routed experts of new tokens, so earlier tokens keep the routing with which they
+  were sampled. An interrupted reply has no routing: a later request gets it from the engine's prefix cache or from a
+  new forward pass. A call whose routing stays incomplete fails.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ from rollout_backend.model.rendering.segments import Completion
 from rollout_backend.model.rendering.token_bytes import Stop
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
-# Every status that is not 4xx is also retried, and so is every answer of a proxy.
+# Other statuses than 4xx, and all answers of a proxy, are also retried.
 _RETRIED = frozenset({408, 429, 499})
 _GATEWAY_ERRORS = frozenset({502, 504})
 _ENDS = ("stop", "length", "abort")
@@ -117,7 +118,7 @@ class _Partial:
     experts: list[NDArray[np.uint8]] = field(default_factory=list)
 
     def close_attempt(self, reader: ReplyReader, start: int, stop: Stop | None, adapter: NamedAdapter | None) -> None:
-        """Drop the tokens after `stop`, and add the versions of those that `reader` added, from number `start`."""
+        """Drop the tokens after `stop`. Add the versions of the tokens from number `start`, which `reader` read."""
         if stop is not None:
             del self.token_ids[stop.tokens :], self.logprobs[stop.tokens :]
         kept = len(self.token_ids) - start

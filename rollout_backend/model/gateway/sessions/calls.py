@@ -6,14 +6,15 @@ A request is a retry if its body equals that of an earlier request byte for byte
   then joins the earlier call, or gets its answer. If the attempt that it repeats failed or was aborted, the request
   is a new call. An agent may ask the same question several times, so each failed attempt turns one retry into a new
   call. An Idempotency-Key identifies the attempt, so it needs no such count.
-- Without a key, nothing says which of several equal calls a retry repeats, or whether its first attempt got here: its
-  connection may have been refused. A client's count grows with each attempt, so a call whose latest attempt has the
-  same count is another client's. If several calls remain, the request is a new call, unless the latest of them is
-  from before a restart. If one remains, it may still be another client's: only a key would tell.
+- Without a key, the gateway does not know which of several equal calls a retry repeats, or whether the first attempt
+  arrived: its connection may have been refused. A client's count grows with each attempt, so a call whose latest
+  attempt has the same count belongs to another client. If several calls remain, the request is a new call, unless the
+  latest of them precedes a restart. If one call remains, it is the match, although it may be another client's.
 - The earlier call was answered, but its client disconnected before it got the answer.
 
-Any other identical request is a new sample: agents repeat questions on purpose. A client that disconnects before the
-answer aborts its call, so its retry is sampled again. What a stream sampled is kept, for a call that continues it.
+Any other identical request is a new sample, because agents repeat questions on purpose. A client that disconnects
+before the answer aborts its call, so its retry is sampled again. The tokens of an aborted stream are kept for a call
+that continues it.
 
 A restarted gateway restores answered and unanswered attempts from its journal. It does not know which answers were
 delivered, so only requests that declare themselves retries get them.

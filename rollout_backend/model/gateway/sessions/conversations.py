@@ -8,9 +8,9 @@ Invariants:
   same trajectory.
 - A message refers to an image by the hash of its bytes. The session stores the bytes once, from the first answered
   call that showed them.
-- A reply may come back cut short, if the agent stopped reading or dropped the rest. The call continues it at the
-  token that completes what came back, and the later tokens leave the row. They are trained in a row of their own if
-  another call continues them.
+- An agent may send a reply back without its end, because it stopped reading or dropped the end. The call then
+  continues the reply after the last token that came back, and the later tokens are removed from the row. If another
+  call continues them, they are trained in a separate row.
 - The reply of a stream that its client closed is in no row until a call continues it.
 - Among equal replies, a call continues the latest one whose call ids or reasoning it repeats.
 """
@@ -76,7 +76,7 @@ class PrefixMemo:
     def chain(self, messages: Sequence[Message], step: Step, context: object = None) -> list[bytes]:
         """Return, for each message, the digest of the conversation up to it.
 
-        `context` is whatever else `step` depends on; digests from another context are not reused.
+        `context` has everything else that `step` depends on; digests from another context are not reused.
         """
         known, given, shared, extended = self._known, list(messages), 0, None
         for i, (its_context, its_messages, _) in enumerate(known):

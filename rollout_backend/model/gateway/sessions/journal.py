@@ -17,10 +17,10 @@ A record is a length, a CRC-32, and msgpack:
 
 Invariants:
 
-- A call is written before it is answered, so the journal has every answer that a client received, except those of the
-  sessions that `journal_writer` has noted. A truncated record belongs to an unanswered call and is dropped.
+- A call is written before it is answered, so the journal has every answer that a client received, except in sessions
+  that `journal_writer` has noted. A truncated record belongs to an unanswered call and is dropped.
 - A session without a file in the journal that its key names has sampled nothing. A lost or recreated folder is a
-  different journal; otherwise the rest of a session would pass for the whole session.
+  different journal; otherwise a part of a session would count as the whole session.
 - Only one process at a time writes to the folder.
 - The size is bounded: a session's file is deleted with the session, and its name once all its keys have expired. The
   bytes of an image are stored once.

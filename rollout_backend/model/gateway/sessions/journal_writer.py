@@ -2,14 +2,14 @@
 
 Invariants:
 
-- The event loop never waits for the disk. Writes are made in order; those that arrive during a call of the disk are
-  made together by the next one.
-- A session whose record cannot be written, or not within `_LIMIT_S`, continues without a journal. Its name
-  is noted in the machine's memory before its next answer, and a later gateway refuses it: the journal has only a part
-  of what it sampled.
-- If not even the name can be noted, the session must end: `append` and `written` raise OSError.
-- A noted name is deleted once no key of its session can be valid. The names of a killed gateway are deleted when any
-  gateway of this user starts. One that runs holds a lock on its names.
+- The event loop never waits for the disk. Writes are made in order; the next call of the disk makes all writes that
+  arrived during the last one.
+- A session whose record cannot be written within `_LIMIT_S` continues without a journal. Before its next answer, its
+  name is noted in the machine's memory, so that a later gateway refuses it: the journal has only a part of what it
+  sampled.
+- If the name cannot be noted, the session must end: `append` and `written` raise OSError.
+- A noted name is deleted once all keys of its session have expired. A gateway holds a lock on its names while it
+  runs, and deletes the names of killed gateways of the same user when it starts.
 """
 
 import asyncio

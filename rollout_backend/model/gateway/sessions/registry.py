@@ -3,9 +3,9 @@
 Invariants:
 
 - An open session becomes sealed or revoked and never reopens; later calls get status 410.
-- The trajectory is what was recorded when the session was sealed, and the same bytes on every request. It excludes
+- The trajectory has what was recorded when the session was sealed. Every request gets the same bytes. It excludes
   replies that no client received completely and no later call continues.
-- A revoked session keeps only its name, and so does a sealed session `_FETCHABLE_S` after its seal.
+- Only the name is kept of a revoked session, and of a sealed session `_FETCHABLE_S` after its seal.
 - With a journal, sessions survive the process: the first call restores a session. A session whose journal cannot be
   written continues, and ends with the process: see `journal_writer`.
 """
