@@ -63,10 +63,12 @@ def today() -> str:
 
 
 def write(file: Path | None, found: Any) -> None:
-    """Write what a benchmark has found until now, if it was given a file."""
+    """Write what a benchmark has found until now, if it was given a file. A kill leaves a whole file."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        new = file.with_name(f"{file.name}.new")
+        new.write_text(json.dumps(found, indent=1) + "\n")
+        new.replace(file)
 
 
 def append(file: Path, line: Any) -> None:

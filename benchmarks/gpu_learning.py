@@ -1,15 +1,17 @@
-"""Train one small model on a task with a tool, with verl's own tool loop and through the whole backend, on one GPU.
+"""Train one small model on a task with a tool, through the whole backend and with verl's own tool loop, on one GPU.
 
     make learn-gpu
-    .venv-verl/bin/python benchmarks/gpu_learning.py --minutes 9.5 --json runs/results/gpu_learning.json
+    python benchmarks/gpu_learning.py --minutes 9 --json runs/results/gpu_learning.json
+    python benchmarks/gpu_learning.py --verl +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton
     .venv-verl/bin/python benchmarks/gpu_learning.py --smoke            # the same at small size, on the CPU
 
 The task is `games/lock.py`. Everything is real except the cloud, which is on this machine: verl's v1 trainer, SGLang,
 the router, the gateway and a process for each agent; S3, SQS and AgentCore are emulated. Nothing is downloaded: the
 model is made here, and first fitted to what a weak player does in the same agents.
 
-The command may be stopped at any time, and `--minutes` stops it. Run it again to continue: a finished part is not
-repeated, and a training continues from its last checkpoint. `--json` always has what was found until then.
+The command may be stopped or killed at any time, and `--minutes` stops it. Run it again to continue: a finished part
+is not repeated, and a training continues from its last checkpoint. `--json` is written after each step, so a machine
+that is taken away leaves it, too. If one training fails, the other one runs.
 """
 
 import asyncio
@@ -21,8 +23,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,10 @@ import psutil  # verl needs it, too
 from common import HERE, arguments, write_section
 from games.lock import LOOK, NOTE, max_replies, question
 from many_turns import TIMEOUTS, Game, play, summary_of
-from tiny_learner import Row, fit
+from tiny_learner import Row, fit, known_to
 from verl_training import ORDERED, Training, averages, batch_overrides, parts_of
 
+from agent_wrapper.contract import Segment
 from rollout_backend import Task
 from rollout_backend.run.accounts.archive import RunArchive
 from rollout_backend.workbench.local.cloud import LocalCloud
@@ -45,6 +49,8 @@ VERL, OURS = "verl", "ours"
 TOOLS = {"tools": [{"class_name": "lock_tool.Look", "config": {"type": "native"}, "tool_schema": LOOK}]}
 LOOKS = 0.6
 """The probability with which the weak player reads a digit that it does not know."""
+HELD_OUT, KNOWS = 32, 0.9
+"""Transcripts to which the model is not fitted, and the mean probability of all digits read there that is enough."""
 AGENT = HERE / "games" / "lock.py"
 # What the gateway's ChatML renderer makes of a conversation with one call in a reply, for verl's own loop.
 TEMPLATE = """\
@@ -85,6 +91,8 @@ class Size:
     layers: int
     heads: int
     transcripts: int
+    fits: int
+    """At most. The model is fitted again until it knows what it has read."""
     fit_steps: int
     fit_rate: float
     prompts: int
@@ -98,11 +106,11 @@ class Size:
 
 
 FULL = Size(
-    digits=4, hidden=512, layers=8, heads=8, transcripts=1024, fit_steps=1500, fit_rate=5e-4,
-    prompts=32, group=8, rows_at_once=32, steps=30, save_every=5, learning_rate=3e-5,
+    digits=4, hidden=512, layers=8, heads=8, transcripts=2048, fits=3, fit_steps=1500, fit_rate=5e-4,
+    prompts=32, group=8, rows_at_once=32, steps=30, save_every=5, learning_rate=3e-5, response_tokens=768,
 )  # fmt: skip
 SMALL = Size(
-    digits=2, hidden=64, layers=2, heads=4, transcripts=48, fit_steps=20, fit_rate=3e-3,
+    digits=2, hidden=64, layers=2, heads=4, transcripts=80, fits=1, fit_steps=20, fit_rate=3e-3,
     prompts=4, group=4, rows_at_once=16, steps=3, save_every=1, learning_rate=6e-4,
 )  # fmt: skip
 
@@ -183,35 +191,65 @@ async def prepare(work: Path, size: Size, game: Lock, device: str) -> Path:
     if not model.exists():
         shutil.rmtree(unfitted, ignore_errors=True)
         make_model(unfitted, size)
-        played = await play(game, work / "player", size.transcripts)
-        rows: list[Row] = [(list(s.token_ids), list(s.response_mask)) for each in played for s in each.segments]
-        await asyncio.to_thread(fit, unfitted, rows, size.fit_steps, device=device, learning_rate=size.fit_rate)
+        rollouts = await play(game, work / "player", size.transcripts)
+        played = [segment for rollout in rollouts for segment in rollout.segments]
+        rows: list[Row] = [(list(segment.token_ids), list(segment.response_mask)) for segment in played[HELD_OUT:]]
+        read = [digits_read(segment, size.digits) for segment in played[:HELD_OUT] if len(segment.turns) > 1]
+        for _ in range(size.fits):
+            await asyncio.to_thread(fit, unfitted, rows, size.fit_steps, device=device, learning_rate=size.fit_rate)
+            knows = await asyncio.to_thread(known_to, unfitted, read, device)
+            print(f"the fitted model knows the digits that it has read with probability {knows:.2f}", flush=True)
+            if knows >= KNOWS:
+                break
         unfitted.rename(model)
     return model
+
+
+def digits_read(segment: Segment, digits: int) -> Row:
+    """Return a row in which only the digits of the answer that were read count as sampled."""
+    answer, mask = segment.turns[-1], [0] * len(segment.token_ids)
+    ends = answer.start + min(len(segment.turns) - 1, digits)
+    mask[answer.start : ends] = [1] * (ends - answer.start)
+    return list(segment.token_ids), mask
 
 
 # --- what the machine does --------------------------------------------------------------------------------
 
 
-def load_of(device: str) -> tuple[float, float]:
-    """Return how busy the GPU, or the CPU, is in percent, and the MiB in use."""
+def ask_gpu(*fields: str) -> list[str]:
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60)
+    return [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+
+
+def load_of(device: str) -> list[float]:
+    """Return how busy the GPU, or the CPU, is in percent, and the MiB in use; nothing if the GPU does not answer."""
     if device == "cpu":
-        return psutil.cpu_percent(), psutil.virtual_memory().used / 2**20
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    busy, used = map(float, found.split(","))
-    return busy, used
+        return [psutil.cpu_percent(), psutil.virtual_memory().used / 2**20]
+    try:
+        return [*map(float, ask_gpu("utilization.gpu", "memory.used"))]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 @contextlib.asynccontextmanager
-async def watched(training: Training, device: str) -> AsyncIterator[None]:
-    """Append a line each second to `load.jsonl`: the steps logged until then, how busy the device is, MiB in use."""
+async def watched(training: Training, device: str, write: Callable[[], None]) -> AsyncIterator[None]:
+    """Append a line each second to `load.jsonl`: the steps of this process of verl, how busy the device is, used MiB.
+
+    Call `write` after each step.
+    """
+    before, known = len(training.lives), 0
 
     async def watch() -> None:
+        nonlocal known
         with (training.work / "load.jsonl").open("a") as file:
             while True:
-                line = [len(training.logged()), *await asyncio.to_thread(load_of, device)]
-                print(json.dumps(line), file=file, flush=True)
+                steps = sum(metrics.read_text().count("\n") for metrics in training.lives[before:])
+                if load := await asyncio.to_thread(load_of, device):
+                    print(json.dumps([steps, *load]), file=file, flush=True)
+                if steps > known:
+                    known = steps
+                    write()
                 await asyncio.sleep(1)
 
     async with asyncio.TaskGroup() as tasks:
@@ -223,8 +261,8 @@ async def watched(training: Training, device: str) -> AsyncIterator[None]:
 # --- the trainings ----------------------------------------------------------------------------------------
 
 
-async def train(variant: str, training: Training, size: Size, game: Lock, device: str) -> None:
-    """Train to the last step, or continue after the last checkpoint."""
+async def train(variant: str, training: Training, size: Size, game: Lock, more: Sequence[str]) -> None:
+    """Train to the last step, or continue after the last checkpoint. `more` are settings of verl."""
     work, rollout = training.work, "actor_rollout_ref.rollout"
     own = [
         *batch_overrides(
@@ -253,16 +291,15 @@ async def train(variant: str, training: Training, size: Size, game: Lock, device
             f"{rollout}.multi_turn.tool_config_path={tools}",
             f"{rollout}.multi_turn.max_assistant_turns={max_replies(codes[0])}",
         ]
-        async with watched(training, device):
-            await training.run(own, {})
+        await training.run([*own, *more], {})
         return
-    async with game.cloud(work) as cloud, watched(training, device):
+    async with game.cloud(work) as cloud:
         settings = {**cloud.settings(), "output_dir": str(work / "runs"), "timeouts": TIMEOUTS}
-        await training.run([*training.through_backend(settings), *own], cloud.environ)
+        await training.run([*training.through_backend(settings), *own, *more], cloud.environ)
 
 
-def result_of(variant: str, training: Training) -> dict[str, Any]:
-    """Return what was found of a training until now."""
+def result_of(variant: str, training: Training, with_rollouts: bool) -> dict[str, Any]:
+    """Return what was found of a training until now. Reading its rollouts takes seconds."""
     logged = training.logged()
     load = (training.work / "load.jsonl").read_text().rpartition("\n")[0].splitlines()
     samples = [json.loads(line) for line in load]
@@ -280,9 +317,10 @@ def result_of(variant: str, training: Training) -> dict[str, Any]:
         "busy": round(statistics.fmean(sample[1] for sample in later), 1) if later else None,
         "mib": round(max(sample[2] for sample in samples)) if samples else None,
     }
-    for folder in training.work.glob("runs/*/steps"):
+    for folder in training.work.glob("runs/*/steps") if with_rollouts else ():
         archive = RunArchive(folder.parent)
-        reports = [archive.read_report(step) for step in archive.steps()]
+        # A step that was interrupted has no report.
+        reports = [report for step in archive.steps() if (report := archive.read_report(step))]
         rollouts = [
             archive.read_result(record)
             for step in archive.steps()
@@ -298,57 +336,70 @@ def result_of(variant: str, training: Training) -> dict[str, Any]:
     return found
 
 
-async def run(options: Any, size: Size, device: str) -> None:
+async def run(options: Any, size: Size, device: str) -> list[str]:
+    """Return why trainings have failed."""
     work: Path = options.work.absolute()
-    game = lock_of(size)
+    game, on_gpu = lock_of(size), device != "cpu"
+    # What is missing on this machine ends the command here, and not when verl has started.
+    packages = ("verl", "torch", "transformers", *(("sglang",) if on_gpu else ()))
+    about = {
+        "settings": {**asdict(size), "note": NOTE, "looks": LOOKS, "verl": options.verl},
+        "device": ", driver ".join(ask_gpu("name", "driver_version")) if on_gpu else "the CPU",
+        "versions": {name: version(name) for name in packages},
+    }
     trainings = {}
-    for variant in (VERL, OURS):
-        trainings[variant] = Training(work / variant, work / "model", size.steps, on_gpu=device != "cpu")
+    for variant in (OURS, VERL):
+        trainings[variant] = Training(work / variant, work / "model", size.steps, on_gpu=on_gpu)
         trainings[variant].work.mkdir(parents=True, exist_ok=True)
-    spent = work / "seconds"
+    spent, failures, found = work / "seconds", list[str](), dict[str, Any]()
     before, began = float(spent.read_text()) if spent.exists() else 0.0, time.monotonic()
 
     def write() -> None:
         seconds = before + time.monotonic() - began
         spent.write_text(str(seconds))
-        done = [result_of(variant, training) for variant, training in trainings.items() if training.logged()]
-        about = {"settings": {**asdict(size), "note": NOTE, "looks": LOOKS}, "device": device_name(device)}
-        versions = {name: version(name) for name in ("verl", "torch", "transformers")}
         command = f".venv-verl/bin/python benchmarks/gpu_learning.py{' --smoke' if options.smoke else ''}"
-        write_section(options.json, "gpu_learning", command, seconds, {**about, "versions": versions, "runs": done})
+        write_section(options.json, "gpu_learning", command, seconds, {**about, "runs": [*found.values()]})
+
+    def note(variant: str, with_rollouts: bool) -> None:
+        # The first step also loads and compiles, so it says nothing about the time of a step.
+        if len(logged := trainings[variant].logged()) > 1:
+            found[variant] = result_of(variant, trainings[variant], with_rollouts)
+            print(variant, *(f"{step['critic/score/mean']:.2f}" for step in logged), flush=True)
+        write()
 
     try:
         await prepare(work, size, game, device)
         for variant, training in trainings.items():
-            if len(training.logged()) < size.steps:
-                tasks = game.tasks(0, size.prompts * (size.steps + 1))
-                training.tasks.write_text("".join(json.dumps(task.as_row()) + "\n" for task in tasks))
-                await train(variant, training, size, game, device)
-            print(variant, *(f"{step['critic/score/mean']:.2f}" for step in training.logged()), flush=True)
+            tasks = game.tasks(0, size.prompts * (size.steps + 1))
+            training.tasks.write_text("".join(json.dumps(task.as_row()) + "\n" for task in tasks))
+            try:
+                if len(training.logged()) < size.steps:
+                    async with watched(training, device, partial(note, variant, False)):
+                        await train(variant, training, size, game, options.verl)
+            except SystemExit as error:  # verl has ended
+                failures.append(f"{variant}: {error}")
+                print(failures[-1], flush=True)
+            finally:
+                note(variant, True)
     finally:
         write()
-
-
-def device_name(device: str) -> str:
-    if device == "cpu":
-        return "the CPU"
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    return failures
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_learning"), help="folder to continue from")
     parser.add_argument("--minutes", type=float, help="stop after this time")
+    parser.add_argument("--verl", action="append", default=[], help="a setting of verl, for both trainings")
     options = parser.parse_args()
     size, device = (SMALL, "cpu") if options.smoke else (FULL, "cuda")
 
-    async def limited() -> None:
+    async def limited() -> list[str]:
         async with asyncio.timeout(60 * options.minutes if options.minutes else None):
-            await run(options, size, device)
+            return await run(options, size, device)
 
     try:
-        asyncio.run(limited())
+        sys.exit(bool(asyncio.run(limited())))
     except TimeoutError:
         sys.exit("stopped as asked: run the command again to continue")
 

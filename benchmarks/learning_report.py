@@ -193,9 +193,11 @@ def picture(results: Results, names: Sequence[str], label: str, neighbours: int 
     with drawing(1, 1, 7.6, 4) as (axes, written):
         axis = axes[0, 0]
         for name in names:
+            if not (runs := runs_of(results, name)):
+                continue
             curves = [
                 _smoothed(run["right"] if "right" in run else [step["reward"] for step in run["steps"]], neighbours)
-                for run in runs_of(results, name)
+                for run in runs
             ]
             by_step = [*zip(*curves, strict=True)]
             steps = range(1, len(by_step) + 1)

@@ -15,7 +15,9 @@ At the end each planned rollout must have completed, been trained and be in S3 e
 process may be left.
 
 With `--pieces` each call runs one piece. At its end all processes get SIGKILL, like those of a machine without power,
-and the bucket is copied to the disk, from which the next call continues.
+and the bucket is copied to the disk, from which the next call continues, with the same options. It needs nothing but
+the folder of `--work`, at the same path, and may run days later on another machine. Copy the folder after each piece:
+a piece that is killed itself can only be repeated from such a copy.
 
 With `--steps` one of the four gets SIGKILL until the steps are done, or the hours are over. A trainer resumes from a
 checkpoint of every `--save-every` steps. With `--changes` it may find its newest checkpoint lost, other tasks and

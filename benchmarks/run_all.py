@@ -3,7 +3,7 @@
     python benchmarks/run_all.py --only collection
 
 It takes about an hour on two cores, and more at the first time, when it installs the rivals. `results.json` has the
-machine, the date and command of each part, and its figures in `parts`, or the reason why there are none in `failed`.
+date, machine and command of each part, and its figures in `parts`, or the reason why there are none in `failed`.
 `docs/make_performance.py` makes a page of it.
 """
 
@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench")
     args = parser.parse_args()
     out: Path = args.out.absolute()
-    results: dict[str, Any] = {"machine": machine(), "parts": {}, "failed": {}}
-    results |= {"commands": {}, "seconds": {}, "dates": {}}
+    kinds = ("parts", "failed", "commands", "seconds", "dates", "machines")
+    results: dict[str, Any] = {kind: {} for kind in kinds}
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     with kept_folder():
         for part in args.only:
@@ -190,7 +190,7 @@ def main() -> None:
                 results["failed"][part] = f"ended with {done.returncode}"
             else:
                 results["parts"][part] = json.loads(found.read_text())
-            results["dates"][part] = today()
+            results["dates"][part], results["machines"][part] = today(), machine()
             results["seconds"][part] = round(time.monotonic() - began)
     write(out / "results.json", results)
     (out / "results.svg").write_text(picture(results))

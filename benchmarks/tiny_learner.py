@@ -90,6 +90,11 @@ def probability(model: Any, rows: Sequence[Row]) -> float:
         return float((logprobs_B_T * mask_B_T).sum(-1).exp().mean())
 
 
+def known_to(folder: Path, rows: Sequence[Row], device: str) -> float:
+    """Return the probability of these rows for the model in `folder`."""
+    return probability(_start(folder, 0, device)[0], rows)
+
+
 def row_of(tokenizer: Any, texts: Sequence[str]) -> Row:
     """Return a conversation that begins with the user's message, as the gateway renders it."""
     ids: list[int] = []
@@ -113,6 +118,8 @@ def _start(
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.set_num_threads(1)  # threads of so small a model mostly wait for each other
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")
     if not (folder / "model.safetensors").exists():
         make_tiny_model(folder, seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,15 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
     yield _HEAD
     yield run_all.summary(results).markdown() + "\n"
     yield "![The figures as bars](performance.svg)\n"
-    yield f"Measured on {described(results['machine'])}. To repeat it: `make bench`.\n"
+    machines = defaultdict(list)
+    for part, machine in results["machines"].items():
+        machines[described(machine)].append(_TITLES[part])
+    if len(machines) == 1:
+        yield f"Measured on {next(iter(machines))}. To repeat it: `make bench`.\n"
+    else:
+        yield "Measured with `make bench` on several machines:\n"
+        yield from (f"- {', '.join(titles)}: {machine}" for machine, titles in machines.items())
+        yield ""
     yield _SUMMARY
     for part in results["parts"]:
         yield f"## {_TITLES[part]}\n"
@@ -109,8 +118,8 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
 
 def merged(results: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
     """Return the results with the parts of `fresh` in place of their earlier figures or failures."""
-    found = {"machine": fresh["machine"]}
-    for name in ("parts", "failed", "commands", "seconds", "dates"):
+    found = {}
+    for name in ("parts", "failed", "commands", "seconds", "dates", "machines"):
         kept = {part: value for part, value in results[name].items() if part not in fresh["commands"]}
         found[name] = kept | fresh[name]
     return found

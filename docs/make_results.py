@@ -187,11 +187,12 @@ reward fell.
 """,
 }
 _GPU_LEARNING = """\
-{device}, verl {verl}, torch {torch}. A model with {hidden} dimensions, {layers} layers and one token per byte opens a
+{device}, {versions}. A model with {hidden} dimensions, {layers} layers and one token per byte opens a
 lock of {digits} digits: the tool `look` reads one digit of the code at a time, {note} times, and a reply without a
 call is the code. The reward is the part of the digits that is right. The model was made on that machine, and fitted
 to {transcripts} rollouts of a player that reads a digit that it does not know with the probability {looks:g}. Each
-training has {steps} steps of GRPO on {prompts} tasks with {group} rollouts each, with verl's v1 trainer and SGLang.
+training has up to {steps} steps of GRPO on {prompts} tasks with {group} rollouts each, with verl's v1 trainer and
+SGLang.
 
 - verl: verl's own tool loop, in which a rollout is a coroutine of the trainer.
 - ours: each rollout is a process that runs on an emulated AgentCore, and calls the model through the gateway; S3 and
@@ -279,7 +280,8 @@ def _many_turns(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _gpu_learning(results: dict[str, Any]) -> Iterator[str]:
-    yield _GPU_LEARNING.format(device=results["device"], **results["versions"], **results["settings"])
+    versions = ", ".join(" ".join(each) for each in results["versions"].items())
+    yield _GPU_LEARNING.format(device=results["device"], versions=versions, **results["settings"])
     yield "![The reward over the steps](results-gpu-learning.svg)\n"
     yield learning_report.on_a_gpu(results).markdown() + "\n"
     yield _GPU_LEARNING_TIME

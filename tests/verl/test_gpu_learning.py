@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,17 +92,24 @@ def test_verls_tool_loop_and_the_gateway_have_the_same_tokens_and_reward(
 @pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.timeout(1800)
-def test_the_learning_run_runs_on_the_cpu(tmp_path: Path, repository: Path) -> None:
+def test_the_learning_run_continues_after_a_kill(tmp_path: Path, repository: Path) -> None:
     written, work = tmp_path / "found.json", tmp_path / "work"
     script = repository / "benchmarks" / "gpu_learning.py"
     command = [sys.executable, str(script), "--smoke", "--work", str(work), "--json", str(written)]
+    with subprocess.Popen(command) as killed:
+        while not (written.exists() and json.loads(written.read_text())["results"]["runs"]):
+            assert killed.poll() is None
+            time.sleep(0.5)
+        killed.kill()
+    [found] = json.loads(written.read_text())["results"]["runs"]
+    assert (found["variant"], len(found["right"])) == ("ours", 2)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(written.read_text())["results"]
     runs = {run["variant"]: run for run in results["runs"]}
     assert [(name, len(run["right"]), run["started"]) for name, run in runs.items()] == [
+        ("ours", 3, 2),
         ("verl", 3, 1),
-        ("ours", 3, 1),
     ]
     for run in runs.values():
         # The engine sampled with the trainer's weights.
