@@ -127,6 +127,25 @@ def table(results: Results, part: str) -> Table:
     return Table(("work", "system", *columns.values()), lines)
 
 
+def compared(results: Results) -> Table:
+    """Return the CPU time of each work of ours that earlier code did, too, with the floor in parentheses."""
+    now = {part: rows_of(results, part) for part in results["earlier"][0]["rows"]}
+    series = [*(each["rows"] for each in results["earlier"]), now]
+    spent = [
+        {(part, WORK[part](row), row["system"]): row["cpu_ms"] for part in rows for row in rows[part]}
+        for rows in series
+    ]
+    lines = []
+    for part, work, system in spent[-1]:
+        if system == "ours" and all((part, work, system) in each for each in spent):
+            cells = []
+            for each in spent:
+                floors = (f" ({shown(each[part, work, name])})" for name in FLOORS if (part, work, name) in each)
+                cells.append(shown(each[part, work, system]) + next(floors, ""))
+            lines.append([work, *cells])
+    return Table(("work", *(each["title"] for each in results["earlier"]), "now"), lines)
+
+
 def failures(results: Results) -> list[str]:
     """Return one line for each part and each rival that has no figures, with the reason."""
     found = [f"{part}: {reason}" for part, reason in results["failed"].items()]

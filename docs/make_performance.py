@@ -73,6 +73,17 @@ measures 1,024, 2,048 and 4,096 sessions, and needs an idle machine with 16 GB o
 The emulated AWS must not be the bottleneck. Alone, on one core and without latencies, it reaches:
 """,
 }
+_EARLIER = """\
+CPU per rollout or call, in ms, and the floor's in parentheses. The two columns on the right are of one machine and one
+day, each with its own benchmarks.
+
+- Collection costs more than on 25 November because on 26 November aiohttp's client replaced an HTTP client of this
+  project, which had a defect. It has cost no more since; the floor has a client of its own.
+- A gateway's call costs more than on 26 November. Since then it charges each session with its CPU time, does long work
+  in threads, and writes its journal in another one, so that neither a hostile session nor a disk holds up others. The
+  longer the conversation, the more of this work there is.
+- Streamed calls at 500/s keep the gateway's core as good as busy, so small differences in CPU are large ones in latency.
+"""
 _TITLES = {
     "collection": "Collection",
     "gateway": "Gateway",
@@ -105,6 +116,10 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
         yield f"## {_TITLES[part]}\n"
         yield _SECTIONS[part]
         yield run_all.table(results, part).markdown() + "\n"
+    if results.get("earlier"):
+        yield "## Compared with earlier code\n"
+        yield _EARLIER
+        yield run_all.compared(results).markdown() + "\n"
     if missing := run_all.failures(results):
         yield "## No figures\n"
         yield from (f"- {line}" for line in missing)
@@ -118,7 +133,7 @@ def _lines(results: dict[str, Any]) -> Iterator[str]:
 
 def merged(results: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
     """Return the results with the parts of `fresh` in place of their earlier figures or failures."""
-    found = {}
+    found = dict(results)
     for name in ("parts", "failed", "commands", "seconds", "dates", "machines"):
         kept = {part: value for part, value in results[name].items() if part not in fresh["commands"]}
         found[name] = kept | fresh[name]
