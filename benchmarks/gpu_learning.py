@@ -271,7 +271,8 @@ async def train(variant: str, training: Training, size: Size, game: Lock, more: 
         f"data.max_prompt_length={size.prompt_tokens}",
         f"trainer.save_freq={size.save_every}",
         "trainer.resume_mode=auto",
-        "trainer.max_actor_ckpt_to_keep=1",
+        # verl deletes an older checkpoint before it names the new one as the latest.
+        "trainer.max_actor_ckpt_to_keep=2",
         f"trainer.default_local_dir={work / 'checkpoints'}",
         "trainer.project_name=gpu-learning",
     ]
