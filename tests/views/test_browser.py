@@ -170,7 +170,7 @@ def test_on_a_phone_every_column_can_be_read(report: Path, tmp_path: Path):
 
 
 MEASURE = """<script>addEventListener("load", () => {
-const small = [], cut = [], scrolls = (node) => {
+const small = [], large = [], cut = [], scrolls = (node) => {
   for (let at = node.parentElement; at; at = at.parentElement) if (getComputedStyle(at).overflowX !== "visible") return true;
   return false;
 };
@@ -178,10 +178,13 @@ for (const node of document.body.querySelectorAll("*")) {
   const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
   const box = node.getBoundingClientRect(), matrix = (says && node.ownerSVGElement && node.getScreenCTM?.()) || { a: 1, b: 0 };
   if (says && box.width && parseFloat(getComputedStyle(node).fontSize) * Math.hypot(matrix.a, matrix.b) < 9.99) small.push(node.textContent);
+  if (says && node.ownerSVGElement && box.width && parseFloat(getComputedStyle(node).fontSize) * Math.hypot(matrix.a, matrix.b) > 20) large.push(node.textContent);
   if (box.width && box.right > innerWidth + 1 && !scrolls(node)) cut.push(node.tagName + node.textContent.slice(0, 40));
+  if (node.tagName === "TD" && box.width && box.width < 100 && node.textContent.length > 40) cut.push("narrow: " + node.textContent);
+  if (node.matches(".stack span") && box.right > node.parentElement.getBoundingClientRect().right + 1) cut.push("stack: " + node.textContent);
 }
 const theme = document.getElementById("theme").getBoundingClientRect();
-window.measured = { small, cut, page: document.documentElement.scrollWidth, theme: theme.right };
+window.measured = { small, large, cut, page: document.documentElement.scrollWidth, theme: theme.right };
 });</script>"""  # noqa: E501
 
 
@@ -206,7 +209,7 @@ def test_no_text_is_small_or_cut_at_any_width(tmp_path: Path, kind: str, width: 
     found = re.search(r'<pre id="result">([^<]*)</pre>', html)
     assert found is not None, html[-500:]
     result = json.loads(base64.b64decode(found[1]))
-    assert (result["small"], result["cut"], result["page"]) == ([], [], width)
+    assert (result["small"], result["large"], result["cut"], result["page"]) == ([], [], [], width)
     assert 0 < result["theme"] <= width
 
 
