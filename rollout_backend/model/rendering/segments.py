@@ -154,14 +154,14 @@ class SegmentRecorder:
         """Record one model call.
 
         `messages` is the conversation including this call's reply. `split_reason` is used only if this call opens a
-        segment. `images` are the images of the prompt, in order. The segment `continues` has the routing of the
-        tokens before the completion.
+        segment. `images` are the images of the prompt, in order. The prompt probably begins with the segment
+        `continues`, which has the routing of the tokens before the completion.
         """
         sampled, logprobs = completion.token_ids, completion.logprobs
         if len(logprobs) != len(sampled):
             raise ValueError(f"{len(logprobs)} logprobs for {len(sampled)} sampled tokens")
         prompt = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
-        index = self.extended_by(prompt, images)
+        index = self.extended_by(prompt, images, continues)
         opened = index is None
         if index is None:
             index = len(self._segments)
@@ -320,16 +320,30 @@ class SegmentRecorder:
             return messages
         return CheckedMessages(self._messages.setdefault(json.dumps(message), dict(message)) for message in messages)
 
-    def extended_by(self, prompt: IntArray, images: Sequence[ImageSpan]) -> int | None:
-        """Return the longest segment that is a prefix of the prompt; the latest of equally long ones."""
-        digest, at, digests = _digest(), 0, []
-        for n in self._lengths[: bisect.bisect_right(self._lengths, len(prompt))]:
+    def extended_by(self, prompt: IntArray, images: Sequence[ImageSpan], continues: int | None = None) -> int | None:
+        """Return the longest segment that is a prefix of the prompt; the latest of equally long ones.
+
+        Finding it costs less if that is the segment `continues`, whose tokens are compared and not hashed.
+        """
+        if continues is not None:
+            segment = self._segments[continues]
+            if prompt[: len(segment.ids)] == segment.ids:
+                found = self._longest(prompt, images, len(segment.ids), segment.hasher.copy())
+                if found is not None:
+                    return found
+        return self._longest(prompt, images, 0, _digest())
+
+    def _longest(self, prompt: IntArray, images: Sequence[ImageSpan], at: int, digest: hashlib.blake2b) -> int | None:
+        """Return what `extended_by` does, of segments with at least `at` tokens. `digest` has read those."""
+        digests = [(at, digest.digest())]
+        first, last = (bisect.bisect_right(self._lengths, n) for n in (at, len(prompt)))
+        for n in self._lengths[first:last]:
             digest.update(memoryview(prompt)[at:n])
             digests.append((n, digest.digest()))
             at = n
         for n, key in reversed(digests):
             shown: list[ImageSpan] | None = None
-            for index in reversed(self._by_tokens[n].get(key, ())):
+            for index in reversed(self._by_tokens.get(n, {}).get(key, ())):
                 shown = [span for span in images if span.start < n] if shown is None else shown
                 if shown == self._segments[index].images:
                     return index

@@ -34,13 +34,17 @@ def test_a_turn_that_extends_a_segment_is_appended():
     assert trajectory.completion_ids(place).tolist() == [6]
 
 
-def test_a_turn_digests_its_prompt_once(monkeypatch):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_turn_digests_its_prompt_once_and_only_new_tokens_if_its_segment_is_known(monkeypatch, is_known):
     digested, make = [], segments._digest
 
     class Counted:
-        def __init__(self, ids=b""):
-            self._hasher = make()
+        def __init__(self, ids=b"", hasher=None):
+            self._hasher = hasher or make()
             self.update(ids)
+
+        def copy(self):
+            return Counted(hasher=self._hasher.copy())
 
         def update(self, ids):
             digested.append(memoryview(ids).nbytes)
@@ -51,10 +55,10 @@ def test_a_turn_digests_its_prompt_once(monkeypatch):
 
     monkeypatch.setattr(segments, "_digest", Counted)
     trajectory, prompt, prompts = SegmentRecorder(), [1], 0
-    for _ in range(40):
+    for turn in range(40):
         prompt += [2] * 100
-        prompts += len(prompt)
-        assert add(trajectory, prompt, [3]).segment == 0
+        prompts += 0 if is_known else len(prompt)
+        assert add(trajectory, prompt, [3], continues=0 if is_known and turn else None).segment == 0
         prompt.append(3)
     assert sum(digested) <= prompts * array("i").itemsize + 2 * len(prompt) * array("i").itemsize
 
@@ -128,6 +132,9 @@ def test_any_sequence_of_calls_is_recorded_exactly(calls, seed):
         if extend and made:
             before = rng.choice(made)
             prompt = before[0] + before[1] + given_ids
+        found = trajectory.extended_by(array("i", prompt), [])
+        for known in range(len(trajectory.segments())):
+            assert trajectory.extended_by(array("i", prompt), [], known) == found
         logprobs = [-rng.random() for _ in sampled]
         place = trajectory.add(prompt, Completion(tuple(sampled), tuple(logprobs)), split_reason="branched")
         made.append((prompt, sampled, logprobs))
