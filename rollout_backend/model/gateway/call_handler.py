@@ -130,7 +130,8 @@ class ClientCall:
             call, running = await charge_to(self._cpu, self._read())
             running.join()
             try:
-                await _wait_or_disconnect(self._request, self._answer(call, running, send))
+                answer = charge_to(self._cpu, self._answer(call, running, send))
+                await _wait_or_disconnect(self._request, answer)
             except BaseException as error:
                 aborted = self._end(running, error)
                 if not (self._has_begun and isinstance(error, ClientDisconnect)):
@@ -209,10 +210,9 @@ class ClientCall:
             await asyncio.wait({running.task})
             await self._handler.registry.written(self._session.claims)
             answer = running.outcome()
-            work = self._cpu.run(
+            body = await self._cpu.run(
                 lambda: to_json(self._dialect.body(call, answer)), brief=_is_brief(answer), tokenizes=False
             )
-            body = await charge_to(self._cpu, work)
             headers, pieces = {"content-length": str(len(body)), "content-type": "application/json"}, _once(body)
         self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
@@ -229,7 +229,7 @@ class ClientCall:
             deltas = running.deltas[sent:]
             sent += len(deltas)
             brief = sum(len(delta.logprobs) + len(delta.text) // 4 for delta in deltas) <= _BRIEF_REPLY
-            events += await charge_to(cpu, cpu.run(_written, stream, deltas, brief=brief, tokenizes=False))
+            events += await cpu.run(_written, stream, deltas, brief=brief, tokenizes=False)
             if events:
                 # Each write is a system call.
                 yield b"".join(events)
@@ -246,8 +246,7 @@ class ClientCall:
                 self._session.retries.failed(running.key.question)
             yield b"".join(stream.failed(error))
         else:
-            end = cpu.run(lambda: [*stream.end(answer)], brief=_is_brief(answer), tokenizes=False)
-            yield b"".join(await charge_to(cpu, end))
+            yield b"".join(await cpu.run(lambda: [*stream.end(answer)], brief=_is_brief(answer), tokenizes=False))
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:

@@ -143,30 +143,43 @@ class CpuShare:
     def __init__(self, cpu: CpuShares) -> None:
         self._cpu = cpu
         self._used_s, self._at = 0.0, cpu.clock()
+        # Charged since `_at`, and not in `_used_s` yet.
+        self._new_s = 0.0
         self._turn, self._entry = asyncio.Lock(), asyncio.Lock()
 
     @property
     def used_s(self) -> float:
         """Return the recent use in seconds. It decreases with time, at the rate of the session's share."""
+        return self._settle()
+
+    def _settle(self) -> float:
         now = self._cpu.clock()
         if self._used_s:
             self._used_s = max(0.0, self._used_s - self._cpu.rate * (now - self._at))
-        self._at = now
+        self._used_s += self._new_s
+        self._new_s, self._at = 0.0, now
         return self._used_s
 
+    @property
+    def _must_pay(self) -> bool:
+        # Mostly false without a look at the clock.
+        return self._used_s + self._new_s > _BURST_S and self._settle() > _BURST_S
+
     def charge(self, seconds: float) -> None:
-        weight = 1.0 if seconds > _BRIEF_S else self._cpu.brief_weight()
-        self._used_s = self.used_s + weight * seconds
+        self._new_s += seconds if seconds > _BRIEF_S else self._cpu.brief_weight() * seconds
+        # The pieces of a streamed reply are charged one by one.
+        if self._new_s > _BRIEF_S:
+            self._settle()
 
     async def enter(self, *, is_call: bool = False) -> None:
         """Begin a request: wait until the session has paid for its earlier work."""
-        if self._entry.locked() or self.used_s > _BURST_S:
+        if self._entry.locked() or self._must_pay:
             async with self._entry:
                 await self._pay()
         if is_call:
             self.charge(_CALL_S)
         else:
-            self._used_s = self.used_s + _REQUEST_S
+            self._new_s += _REQUEST_S
 
     async def _pay(self) -> None:
         if (excess := self.used_s - _BURST_S) > 0:
@@ -174,7 +187,7 @@ class CpuShare:
 
     def is_free(self) -> bool:
         """Return whether the event loop may do brief work with the tokenizer for this session now."""
-        return not (self._turn.locked() or self._cpu.tokenizer.is_busy or self.used_s > _BURST_S)
+        return not (self._turn.locked() or self._cpu.tokenizer.is_busy or self._must_pay)
 
     async def run(self, function: Callable[..., _T], *args: Any, brief: bool = False, tokenizes: bool = True) -> _T:
         """Return `function(*args)`. Brief work runs on the event loop if the session and the thread are free.
@@ -182,7 +195,7 @@ class CpuShare:
         A caller that is cancelled does not stop work that has begun, so the session's other work still waits for it.
         """
         worker = self._cpu.tokenizer if tokenizes else self._cpu.other
-        if brief and not (self._turn.locked() or worker.is_busy or self.used_s > _BURST_S):
+        if brief and not (self._turn.locked() or worker.is_busy or self._must_pay):
             return function(*args)
         spent_s = 0.0
 
