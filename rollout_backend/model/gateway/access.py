@@ -100,8 +100,10 @@ def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtoco
             self.waiting.received(self.transport)
             if not self._in_body:
                 # httptools drops the body of a request that offers another protocol, as Java's client does (HTTP/2).
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = _UPGRADE.sub(b"x-upgrade", head) + end + rest
+                end = data.find(b"\r\n\r\n")
+                head = data[: len(data) if end < 0 else end]
+                if (renamed := _UPGRADE.sub(b"x-upgrade", head)) != head:
+                    data = renamed + data[len(head) :]
             super().data_received(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 if self.cycle is None or self.cycle.response_complete:

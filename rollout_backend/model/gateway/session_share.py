@@ -107,7 +107,11 @@ class SessionShare:
         async with self._large:
             if not whole and not await _read(chunks, body, max_bytes, timeout_s):
                 raise too_large()
-            plain = await self.cpu.run(decompress, body, encoding, max_bytes, tokenizes=False)
+            if encoding:
+                plain = await self.cpu.run(decompress, body, encoding, max_bytes, tokenizes=False)
+            else:
+                plain = bytes(body)
+                body.clear()
             if len(plain) > max_bytes:
                 raise too_large()
             yield plain, False

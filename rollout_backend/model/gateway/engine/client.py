@@ -526,8 +526,10 @@ def _continued(
     request: EngineRequest, partial: _Partial, params: Mapping[str, Any], adapter: NamedAdapter | None
 ) -> EngineRequest:
     """Return the request of one attempt, which continues from the tokens sampled so far."""
-    prompt = array("i", request.prompt)
-    prompt.extend(partial.token_ids)
+    prompt = request.prompt
+    if partial.token_ids:
+        prompt = array("i", prompt)
+        prompt.extend(partial.token_ids)
     return replace(
         request,
         prompt=prompt,

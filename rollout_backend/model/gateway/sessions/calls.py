@@ -59,8 +59,9 @@ class RequestKey:
         key = headers.get(_IDEMPOTENCY_KEY, "")
         retries = headers.get(_RETRY_COUNT, "")
         attempt = int(retries[:9]) if retries.isdecimal() else 0
-        digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode() + body, digest_size=16).digest()
-        return cls(digest, question, attempt, is_declared=bool(key) or attempt > 0, is_keyed=bool(key))
+        digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode(), digest_size=16)
+        digest.update(body)
+        return cls(digest.digest(), question, attempt, is_declared=bool(key) or attempt > 0, is_keyed=bool(key))
 
 
 @dataclass(eq=False, repr=False)

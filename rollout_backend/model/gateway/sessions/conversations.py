@@ -593,18 +593,17 @@ class Conversations:
         reply = self._sampled[part.reply]
         completion = reply.ids[: part.tokens]
         if reply.prompt is not None:
-            prompt, earlier = reply.prompt.ids, reply.prompt.images
+            ids, earlier = reply.prompt.ids[:], reply.prompt.images
         else:
             assert reply.place is not None
-            prompt = self.recorder.prompt_ids(reply.place)
+            ids = self.recorder.prompt_ids(reply.place)
             earlier = [
                 PlacedImage(span.start, span.end, self._images[span.sha256])
                 for span in self.recorder.images(reply.place.segment, reply.place.start)
             ]
-        before = prompt + completion
         names = image_names(messages) if images else []
         added = self._bundle.renderer.continuation(
-            collapse_images(prompt, earlier) if earlier else prompt,
+            collapse_images(ids, earlier) if earlier else ids,
             completion,
             messages,
             tools=tools,
@@ -612,12 +611,13 @@ class Conversations:
         )
         if added is None:
             return None
+        ids.extend(completion)
         placed: tuple[PlacedImage, ...] = ()
         if names:
             assert self._bundle.vision is not None, "images were accepted for a model that takes none"
-            added, placed = self._bundle.vision.expand(added, [images[name] for name in names], len(before))
-        before.extend(array("i", added))
-        return before, (*earlier, *placed)
+            added, placed = self._bundle.vision.expand(added, [images[name] for name in names], len(ids))
+        ids.extend(array("i", added))
+        return ids, (*earlier, *placed)
 
     def _index(self, place: TurnPosition, messages: Sequence[Message], turn: RecordedTurn) -> None:
         self._hold(place, messages)

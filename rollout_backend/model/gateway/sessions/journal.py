@@ -58,6 +58,7 @@ from rollout_backend.model.rendering.segments import Completion, TurnPosition
 
 _HEAD = struct.Struct("<II")
 _COMPACT_FROM = 1000
+_BUFFER_BYTES = 4096
 
 Record = dict[str, Any]
 
@@ -176,7 +177,8 @@ def _name(session_id: str) -> str:
 
 
 def _frame(record: object) -> bytes:
-    body: bytes = msgpack.packb(record)
+    # A buffer of the default size, 256 KiB, would be requested from the system and returned each time.
+    body: bytes = msgpack.packb(record, buf_size=_BUFFER_BYTES)
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
