@@ -294,6 +294,10 @@ class Gateway:
     async def stats(self, request: Request) -> Response:
         self._parts.authenticator.require_control_key(request)
         stats, registry, loads = self._parts.stats, self._parts.registry, self._parts.admission.loads
+        if any(load.is_service for load in loads.values()):
+            # A report at the end of a step names the calls that its last sessions have given up.
+            await self._parts.engines.refresh()
+            loads = self._parts.admission.loads
         stats.sessions_open, stats.sessions_closed = registry.open_count, registry.closed_count
         stats.calls_in_flight, stats.calls_waiting = self._parts.admission.in_flight, self._parts.admission.waiting
         stats.largest, stats.dropped_log_lines = registry.largest, dropped_lines()

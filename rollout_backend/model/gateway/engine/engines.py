@@ -20,7 +20,7 @@ Invariants:
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp
@@ -60,6 +60,7 @@ class Engines:
         """Engines in `urls` that accept calls and answer none."""
         self._all_calls_direct = all_calls_direct
         self._listed: asyncio.Event | None = None
+        self._read: Callable[[], Awaitable[None]] | None = None
         self._resumed = asyncio.Event()
         if not paused:
             self._resumed.set()
@@ -136,12 +137,15 @@ class Engines:
     async def poll(self, observe: Callable[[Mapping[str, EngineLoad]], None], interval_s: float) -> NoReturn:
         """Update `urls`, and report the load of all engines to `observe`, until cancelled."""
         warned, self._listed = False, asyncio.Event()
+        listing = self._listed
         async with aiohttp.ClientSession(timeout=_TIMEOUT, cookie_jar=aiohttp.DummyCookieJar()) as http:
-            while True:
+
+            async def read() -> None:
+                nonlocal warned
                 listed = await _listed_engines(http, self.url)
                 if listed is not None:
                     self.urls = listed
-                    self._listed.set()
+                    listing.set()
                 urls = [*self.urls]
                 found = await asyncio.gather(*(_load(http, engine) for engine in urls))
                 loads = {url: load for url, load in zip(urls, found, strict=True) if load is not None}
@@ -154,7 +158,16 @@ class Engines:
                         "by gateway.max_concurrent_calls alone",
                         ", ".join(urls),
                     )
+
+            self._read = read
+            while True:
+                await read()
                 await asyncio.sleep(interval_s)
+
+    async def refresh(self) -> None:
+        """Report the load of all engines now, if `poll` runs."""
+        if self._read is not None:
+            await self._read()
 
     # --- restarts of the router -----------------------------------------------------------------------------
 
