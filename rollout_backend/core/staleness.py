@@ -39,6 +39,21 @@ def groups_to_await(
     return max([0, *(needed - free for needed, free in enumerate(places, 1))])
 
 
+def staleness(tokens: Iterable[tuple[int, float, int]], current: int) -> dict[str, float]:
+    """Return the mean and maximum staleness of trained tokens against the `current` version.
+
+    `tokens` holds one (count, mean version, oldest version) for each row.
+    """
+    parts = list(tokens)
+    total = sum(count for count, _, _ in parts)
+    if not total:
+        return {}
+    return {
+        "rollouts/staleness/mean": sum(count * (current - mean) for count, mean, _ in parts) / total,
+        "rollouts/staleness/max": float(current - min(oldest for _, _, oldest in parts)),
+    }
+
+
 @dataclass(frozen=True)
 class AbandonedWeights:
     """The versions that killed trainers served after the checkpoints from which their successors resumed.

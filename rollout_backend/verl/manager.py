@@ -34,6 +34,7 @@ from agent_wrapper.contract import Rollout
 from rollout_backend.base.retry import repeat
 from rollout_backend.core.earlier_batches import describe_batch, global_step_of
 from rollout_backend.core.rows import Rows, mask_group, rows_of
+from rollout_backend.core.staleness import staleness
 from rollout_backend.core.tasks import Task, priority_of
 from rollout_backend.errors import RolloutBackendError
 from rollout_backend.manager import BlockingRolloutManager
@@ -42,7 +43,7 @@ from rollout_backend.run.accounts.step_report import GroupResult, StepResult
 from rollout_backend.verl import early_checks, row_formats, verl_api
 from rollout_backend.verl.advantage import needs_row_uids, row_uid, takes_rows_for_rollouts
 from rollout_backend.verl.async_batches import AsyncBatches, StepNumbers
-from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
+from rollout_backend.verl.metrics import TALLY, as_metrics, count_group
 from rollout_backend.verl.row_images import load_vision_inputs
 from rollout_backend.verl.server_list import ServerList, VllmServers
 from rollout_backend.verl.task_rows import TaskIds, payload_of, private_of

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from agent_wrapper.contract import Outcome
 from rollout_backend.core.rows import Rows
@@ -86,21 +86,6 @@ def as_metrics(counts: Mapping[str, int], trained: int) -> dict[str, float]:
     totals["left_out"] = sum(totals[f"left_out/{name}"] for name in CLASSES)
     totals["trained"] = trained
     return {f"rollouts/{name}/sum": float(count) for name, count in totals.items()}
-
-
-def staleness(tokens: Iterable[tuple[int, float, int]], current: int) -> dict[str, float]:
-    """Return the mean and maximum staleness of trained tokens against the `current` version.
-
-    `tokens` holds one (count, mean version, oldest version) for each row.
-    """
-    parts = list(tokens)
-    total = sum(count for count, _, _ in parts)
-    if not total:
-        return {}
-    return {
-        "rollouts/staleness/mean": sum(count * (current - mean) for count, mean, _ in parts) / total,
-        "rollouts/staleness/max": float(current - min(oldest for _, _, oldest in parts)),
-    }
 
 
 class PartitionCounts:

@@ -42,10 +42,10 @@ import transfer_queue as tq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transfer_queue import KVBatchMeta
 
-from rollout_backend.core.staleness import groups_to_await
+from rollout_backend.core.staleness import groups_to_await, staleness
 from rollout_backend.errors import ConfigError
 from rollout_backend.verl import early_checks
-from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics, staleness
+from rollout_backend.verl.metrics import TALLY, TOO_OLD, as_metrics
 from rollout_backend.verl.trainer_sizes import mini_batch_unit
 from rollout_backend.verl.verl_api import (
     ReplayBuffer,

@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_backend.core.adapter import number_of
-from rollout_backend.core.staleness import AbandonedWeights, groups_to_await
+from rollout_backend.core.staleness import AbandonedWeights, groups_to_await, staleness
 from rollouts import make_rollout, make_segment, make_turn
 
 
@@ -22,6 +22,14 @@ from rollouts import make_rollout, make_segment, make_turn
 )
 def test_a_step_awaits_the_groups_without_a_place_in_a_later_batch(unfinished, step, expected):
     assert groups_to_await(unfinished, step, max_staleness=2, batch_size=2) == expected
+
+
+def test_staleness_is_weighted_by_tokens():
+    assert staleness([(3, 4.0, 4), (1, 2.0, 1)], current=4) == {
+        "rollouts/staleness/mean": 0.5,
+        "rollouts/staleness/max": 3.0,
+    }
+    assert staleness([], current=4) == {}
 
 
 def test_batches_of_one_step_train_the_same_version():

@@ -26,7 +26,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.run.accounts.step_report import GroupResult, StepFailure
 from rollout_backend.verl.manager import reward_extra_info
-from rollout_backend.verl.metrics import TALLY, as_metrics, count_group, staleness
+from rollout_backend.verl.metrics import TALLY, as_metrics, count_group
 from rollout_backend.verl.row_formats import v1_fields, v1_tag
 from rollout_backend.verl.v1_batch import QueueRow, QueueWriter, V1Batch
 from rollouts import make_rollout, make_segment
@@ -141,14 +141,6 @@ def test_verl_logs_the_sums_of_a_step_with_several_batches() -> None:
         assert whole.get("rollouts/left_out_by_reason/infra_error/terminated/sum", 0) == sum(losses)
         if losses[0]:
             assert (whole["rollouts/staleness/mean"], whole["rollouts/staleness/max"]) == (1.0, 3.0)
-
-
-def test_staleness_is_weighted_by_tokens() -> None:
-    assert staleness([(3, 4.0, 4), (1, 2.0, 1)], current=4) == {
-        "rollouts/staleness/mean": 0.5,
-        "rollouts/staleness/max": 3.0,
-    }
-    assert staleness([], current=4) == {}
 
 
 # --- the writer -------------------------------------------------------------------------------------------
