@@ -125,6 +125,10 @@ def with_scorer(overrides: list[str] | None, scorer: str | None) -> list[str]:
     return [*(overrides or []), *([f"scoring.function={scorer}"] if scorer is not None else [])]
 
 
+SERVICE_SAMPLES = "serving={kind: tinker}"
+"""The override of a training on a service, whose samples answer all model calls."""
+
+
 def echo(text: str) -> None:
     """Print a line unchanged."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

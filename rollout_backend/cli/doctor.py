@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from rollout_backend.cli.common import (
+    SERVICE_SAMPLES,
     Limit,
     Overrides,
     Stack,
@@ -64,6 +65,10 @@ async def doctor(
         if config is None and stack is None:
             raise ConfigError("name the settings or --stack")
         settings = await load_settings(config, override or [], stack)
+        service = settings.training_service
+        trained = service if "serving" not in settings.model_fields_set else None
+        if trained is not None:
+            settings = await load_settings(config, [*(override or []), SERVICE_SAMPLES], stack)
     except ConfigError as error:
         if not as_json:
             raise
@@ -71,8 +76,6 @@ async def doctor(
         return 2
     if services and engine:
         raise ConfigError("choose one of --services and --engine")
-    service = settings.training_service
-    trained = service if "serving" not in settings.model_fields_set else None
     if trained is not None:
         if engine:
             raise ConfigError("--engine: rollout train starts no engine, because the service samples. Leave it out")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollout_backend.cli.common import (
+    SERVICE_SAMPLES,
     Overrides,
     Quiet,
     ScorerOption,
@@ -25,14 +26,9 @@ from rollout_backend.cli.common import (
 from rollout_backend.errors import ConfigError, RolloutBackendError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from agent_wrapper.contract import Rollout
     from rollout_backend.run.accounts.step_report import StepResult
-    from rollout_backend.training.service import TrainingData, TrainingService
-
-# The sampling server gets a port when it starts.
-_ENGINE = "serving={kind: external, urls: ['http://127.0.0.1:1']}"
+    from rollout_backend.training.service import TrainingData
 
 
 async def train(
@@ -63,16 +59,15 @@ async def train(
     from rollout_backend.run.checks.preflight import check_tasks
     from rollout_backend.run.collect.store import ResultStore
     from rollout_backend.training.checks import check_service
+    from rollout_backend.training.loggers import open_loggers
     from rollout_backend.training.loop import TrainingLoop
-    from rollout_backend.training.sagemaker import SageMakerService
-    from rollout_backend.training.sampling_server import SamplingServer
-    from rollout_backend.training.tinker import TinkerService
+    from rollout_backend.training.sampling_server import SamplingServer, service_of
     from rollout_backend.views.page.report import try_to_write_report
 
     output = run_output(quiet, verbose, False)
     if tasks is None or (config is None and stack is None):
         raise ConfigError("name the settings or --stack, and --tasks")
-    settings = await load_settings(config, [*with_scorer(override, scorer), _ENGINE], stack)
+    settings = await load_settings(config, [*with_scorer(override, scorer), SERVICE_SAMPLES], stack)
     wanted = read_limited(tasks, None, settings.runtime)
     evaluated = read_limited(held_out, None, settings.runtime) if held_out is not None else ()
     for some in (wanted, evaluated):
@@ -80,9 +75,9 @@ async def train(
         raise_problems((await check_tasks(settings, some, leave_out=False))[1] if some else ())
     section = TrainingLoop.check(settings, wanted, evaluated)
 
-    def mean_reward(rollouts: Iterable[Rollout]) -> str:
+    def mean_reward(rollouts: Iterable[Rollout]) -> tuple[str, dict[str, float]]:
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        return f"reward {fmean(rewards):.3f}" if rewards else "no reward"
+        return (f"reward {fmean(rewards):.3f}", {"reward": fmean(rewards)}) if rewards else ("no reward", {})
 
     rollouts = section.tasks_per_step * settings.group.size
 
@@ -90,27 +85,27 @@ async def train(
         return "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
 
     def on_trained(number: int, result: StepResult, data: TrainingData, metrics: dict[str, float]) -> None:
-        rewarded = mean_reward(rollout for group in result.groups for rollout in group.rollouts)
+        rewarded, values = mean_reward(rollout for group in result.groups for rollout in group.rollouts)
         output.status(
             f"step {number} of {section.steps}: {rewarded}, {data.rollouts} rollouts and "
             f"{len(data.groups)} of {len(result.groups)} groups trained{describe(metrics)}"
         )
+        trained = {"rollouts": data.rollouts, "groups": len(data.groups), "tokens": data.trained_tokens}
+        log_values(number, values | {f"trained/{name}": count for name, count in trained.items()} | metrics)
 
     def on_evaluated(number: int, result: StepResult) -> None:
-        output.status(
-            f"evaluation after step {number}: {mean_reward(result.rollouts)}, {len(result.rollouts)} rollouts"
-        )
+        rewarded, values = mean_reward(result.rollouts)
+        output.status(f"evaluation after step {number}: {rewarded}, {len(result.rollouts)} rollouts")
+        log_values(number, {f"evaluation/{name}": value for name, value in values.items()})
 
     if section.kind == "tinker":
         raise_problems(await check_service(settings, trains=True))
-    opened: AbstractAsyncContextManager[TrainingService] = (
-        SageMakerService(settings) if section.kind == "sagemaker" else TinkerService(section)
-    )
     async with (
-        opened as service,
+        open_loggers(settings) as log_values,
+        service_of(settings) as service,
         SamplingServer(service, str(settings.model.path), settings.timeouts.model_call_s) as server,
     ):
-        serving = settings.serving.model_copy(update={"urls": (server.url,)})
+        serving = settings.serving.model_copy(update={"kind": "external", "urls": (server.url,)})
         manager = RolloutManager(
             settings.model_copy(update={"serving": serving}),
             on_status=output.status,

@@ -160,7 +160,7 @@ class PriceConfig(Section):
     sqs_million: Dollars = 0.4
     """Price of a million SQS requests. A result takes three: send, receive, delete."""
     prefill_million: Dollars | None = None
-    """Price of a million prompt tokens in samples of SageMaker's training sessions. With this one and the next two,
+    """Price of a million prompt tokens of model calls at a training service. With this one and the next two,
     `rollout train` prints what each step's tokens cost. Default: it prints the tokens alone."""
     sample_million: Dollars | None = None
     """Price of a million sampled tokens."""

@@ -59,9 +59,9 @@ class ServingConfig(Section):
         json_schema_extra={"anyOf": [{"enum": [*ENGINE_KINDS]}, {"type": "string", "format": "import path"}]},
     )
     """`process`: servers on this machine. `ray`: one actor per server, placed on the cluster's GPUs. `external`:
-    servers at `urls`, which you run yourself. `tinker`: the service that `training_service` names, without an engine
-    or a GPU of yours; see [training-services.md](training-services.md). Any other value is the import path of an
-    `EngineFactory` subclass in your own package."""
+    servers at `urls`, which you run yourself. `tinker`: the service of either kind that `training_service` names,
+    without an engine or a GPU of yours; see [training-services.md](training-services.md). Any other value is the
+    import path of an `EngineFactory` subclass in your own package."""
     engine: EngineName = "sglang"
     """The inference engine of the servers. `vllm` supports neither `kind=ray` nor images, and uses no router:
     gateways select a server by the session's id."""
@@ -284,20 +284,19 @@ class ServingConfig(Section):
 def _check_service(run: RolloutConfig) -> None:
     """Raise ValueError if the settings name no training service, or ask for what it cannot do."""
     if run.training_service is None:
-        raise ValueError("kind=tinker needs the section training_service: set at least training_service.base_model")
-    if run.training_service.kind != "tinker":
         raise ValueError(
-            f"kind=tinker samples from no service of kind={run.training_service.kind}: use `rollout train`"
+            "the section training_service is missing, which names the service that samples: set at least "
+            "training_service.base_model"
         )
     if run.model.routed_experts:
-        raise ValueError("kind=tinker: a training service reports no routed experts: set model.routed_experts=false")
+        raise ValueError("a training service reports no routed experts: set model.routed_experts=false")
     if run.gateway.constrained_decoding == "allow":
         raise ValueError(
-            "kind=tinker: a training service forces no format: leave out gateway.constrained_decoding, and set "
+            "a training service forces no format: leave out gateway.constrained_decoding, and set "
             "gateway.forced_tools=as_auto for agents that force tool calls"
         )
     if run.gateway.max_images:
-        raise ValueError("kind=tinker: a training service is sent no images: leave out gateway.max_images")
+        raise ValueError("a training service is sent no images: leave out gateway.max_images")
 
 
 RouterKind = Literal["sglang-router", "smg"]

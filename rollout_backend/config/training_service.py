@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rollout_backend.config.rollout import RolloutConfig
 
 EstimatorName = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "gpg", "opo", "grpo_passk"]
-
+LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
+"""Those of Tinker's API with the inputs of `training.service.Datum`."""
+LoggerName = Literal["tensorboard", "wandb"]
 
 _HUB_MODEL = r"arn:aws[a-z-]*:sagemaker:([a-z0-9-]+):(\d{12}|aws):hub-content/[\w-]+/Model/[\w-]+(/\d+\.\d+\.\d+)?"
 # The service's limits: it would refuse other values at the first training step, after its rollouts.
@@ -26,6 +28,7 @@ _SAGEMAKER_LIMITS = {
     "weight_decay": (0, 1),
     "grad_clip_norm": (0, 100),
 }
+_SAGEMAKER_LOSSES = ("importance_sampling", "ppo", "cispo")
 _SAGEMAKER_LOSS_OPTIONS = {"clip_low_threshold": (0, 1), "clip_high_threshold": (1, 10)}
 
 
@@ -73,8 +76,9 @@ class TrainingServiceConfig(Section):
     """Tasks of one step, each with `group.size` rollouts. All tasks are used once before one is repeated."""
     seed: int = 0
     """Seed of the order of tasks."""
-    loss: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling"
-    """The service's loss function. It adds up the loss of all trained tokens."""
+    loss: LossName = "importance_sampling"
+    """The service's loss function. It adds up the loss of all trained tokens. SkyRL and SageMaker have the first
+    three."""
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Options of the loss, such as `clip_low_threshold`, as the service names them."""
     estimator: EstimatorName = "grpo"
@@ -105,6 +109,9 @@ class TrainingServiceConfig(Section):
     evaluate_every: int | None = Field(default=None, ge=1)
     """Collect the tasks of `--held-out` before the first step, every this many steps, and after the last. Default:
     never."""
+    loggers: tuple[LoggerName, ...] = ()
+    """Where the curve and the service's metrics also go, if you have the package. `tensorboard`: the folder
+    `tensorboard` in the run's folder. `wandb`: a run with this run's name, in the project of `WANDB_PROJECT`."""
     call_s: Seconds = 1800.0
     """Timeout of one call to the service."""
     retry_s: Seconds = 3600.0
@@ -124,6 +131,8 @@ class TrainingServiceConfig(Section):
                 f"base_model {self.base_model!r} is no ARN of a model in SageMaker's hub, "
                 "arn:aws:sagemaker:REGION:aws:hub-content/SageMakerPublicHub/Model/NAME"
             )
+        if self.loss not in _SAGEMAKER_LOSSES:
+            raise ValueError(f"SageMaker has no loss {self.loss}, only {', '.join(_SAGEMAKER_LOSSES)}")
         if unknown := self.loss_options.keys() - _SAGEMAKER_LOSS_OPTIONS:
             raise ValueError(f"SageMaker has no loss_options {', '.join(sorted(unknown))}")
         values = {name: getattr(self, name) for name in _SAGEMAKER_LIMITS} | self.loss_options

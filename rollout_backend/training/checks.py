@@ -26,7 +26,7 @@ async def check_service(config: RolloutConfig, *, trains: bool) -> list[CheckRes
     settings = config.training_service
     assert settings is not None, "the settings require it"
     if settings.kind == "sagemaker":
-        return [await _check_sessions(config)]
+        return [await _check_sessions(config), *(_check_sampling(config) if not trains else ())]
     where = settings.base_url or "Thinking Machines' service"
     service = TinkerService(settings, trains=trains)
     try:
@@ -45,7 +45,7 @@ async def check_service(config: RolloutConfig, *, trains: bool) -> list[CheckRes
         found.append(await _check_tokenizer(config, service, "" if trains else settings.sampler))
     finally:
         await service.__aexit__(None, None, None)
-    text = "the service's API has no prices: what it bills for tokens is in no estimate"
+    text = "the service's API has no prices: what it bills for tokens is in no estimate of a run"
     return [*found, CheckResult("unchecked", "prices", text, f"{_NAME}-prices")]
 
 

@@ -32,6 +32,7 @@ from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.core.earlier_batches import batch_number
+from rollout_backend.core.staleness import staleness
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import (
     ConfigError,
@@ -224,6 +225,8 @@ class TrainingLoop:
         found = await self._write(record.model_copy(update=changes))
         # A step without a group to train has sampled, too.
         metrics |= await self._service.usage()
+        if self._settings.overlap:
+            metrics |= staleness(data.versions, number - 1)
         self._on_trained(number, result, data, metrics)
         return found
 

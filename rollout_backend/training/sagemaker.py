@@ -33,7 +33,7 @@ from rollout_backend.base.names import derived_name
 from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig, StorageConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.training.service import Checkpoint, Datum, Sampler
+from rollout_backend.training.service import BILLED, Checkpoint, Datum, Sampler, usage_metrics
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ _PENDING = frozenset({"Created", "Scheduled", "Deleting", _UNKNOWN})
 _PAUSES = wait_random_exponential(multiplier=0.5, max=10)
 _STOP_S = 30.0
 _USAGE_S = 30.0
-_BILLED = ("prefill", "sample", "training")
 _SAMPLING = {"temperature": "temperature", "top_p": "topP", "top_k": "topK", "seed": "seed"}
 
 
@@ -102,7 +101,7 @@ class SageMakerService:
         assert config.training_service.sagemaker is not None
         self._settings = config.training_service
         self._sagemaker = config.training_service.sagemaker
-        self._prices = [getattr(config.prices, f"{kind}_million") for kind in _BILLED]
+        self._prices = config.prices
         self._region = config.aws.region
         self._name = session_name(config.storage, config.run_id)
         self._stack = contextlib.AsyncExitStack()
@@ -210,7 +209,13 @@ class SageMakerService:
         return Checkpoint(*map(str, arns))
 
     async def sampler(self, path: str) -> Sampler:
-        """Point the session's samples at saved weights, and open a session if the run has none."""
+        """Point the session's samples at saved weights, and open a session if the run has none.
+
+        The service samples model packages only, so the base model is saved as one: new weights, not trained.
+        """
+        if not path:
+            await self.begin(None)
+            path = (await self.save("base model", keep=True)).sampler
         await self._sample({"loadWeightsForSampling": {"modelPackageArn": path}}, self._deadline())
         return Sampler(path)
 
@@ -333,11 +338,7 @@ class SageMakerService:
         if "BillableTokenUsage" not in session:
             return {}
         before, self._billed = self._billed, _billed(session)
-        found = {f"billed_{kind}_tokens": float(self._billed[kind] - before[kind]) for kind in _BILLED}
-        if None not in self._prices:
-            cost = sum(price * tokens for price, tokens in zip(self._prices, found.values(), strict=True))
-            found["billed_dollars"] = cost / 1e6
-        return found
+        return usage_metrics({kind: self._billed[kind] - before[kind] for kind in BILLED}, self._prices, "billed_")
 
     # --- operations ---------------------------------------------------------------------------------------
 
@@ -451,7 +452,7 @@ def _is_refusal(error: ClientError) -> bool:
 
 def _billed(session: Mapping[str, Any]) -> dict[str, int]:
     usage = session.get("BillableTokenUsage") or {}
-    return {kind: int(usage.get(f"{kind.capitalize()}TokenCount") or 0) for kind in _BILLED}
+    return {kind: int(usage.get(f"{kind.capitalize()}TokenCount") or 0) for kind in BILLED}
 
 
 def _parts(batch: Sequence[Datum]) -> Iterator[list[Datum]]:

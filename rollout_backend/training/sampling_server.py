@@ -23,7 +23,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,9 +36,10 @@ from rollout_backend.base.local_keys import HOST
 from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig
 from rollout_backend.core.check_result import CheckResult
-from rollout_backend.errors import ConfigError, StartupError, TrainingServiceError
+from rollout_backend.errors import ConfigError, PreflightError, StartupError, TrainingServiceError
 from rollout_backend.model.serving.engine import EngineFactory
 from rollout_backend.training.checks import check_service
+from rollout_backend.training.sagemaker import SageMakerService
 from rollout_backend.training.service import Forgotten, Sampler, TrainingService
 from rollout_backend.training.tinker import TinkerService
 
@@ -63,9 +64,22 @@ _SAMPLING = {
 }
 """SGLang's sampling parameters, and the service's."""
 _IGNORED = frozenset({"stream_interval"})
+_MAX_SEED = 2**31 - 1
 _UNSUPPORTED = ("image_data", "lora_path", "return_routed_experts")
 _Sample = tuple[list[int], list[float], str]
 """See `TrainingService.sample`."""
+
+
+def service_of(config: RolloutConfig, *, trains: bool = True) -> AbstractAsyncContextManager[TrainingService]:
+    """Return the service that `training_service.kind` names. Enter it before use.
+
+    Without `trains`, the service need only sample.
+    """
+    settings = config.training_service
+    assert settings is not None
+    if settings.kind == "sagemaker":
+        return SageMakerService(config)
+    return TinkerService(settings, trains=trains, prices=config.prices)
 
 
 class SamplingServer:
@@ -224,7 +238,11 @@ class SamplingServer:
             async with self._reopening:
                 # Another call may have opened it.
                 if served.sampler is sampler:
-                    served.sampler = await self._service.sampler(served.path)
+                    try:
+                        served.sampler = await self._service.sampler(served.path)
+                    except ConfigError as error:
+                        # No agent is to blame.
+                        raise TrainingServiceError(str(error)) from error
             raise
         except TrainingServiceError as error:
             # All calls in flight fail together.
@@ -262,7 +280,11 @@ def _service_params(body: Mapping[str, Any]) -> dict[str, Any]:
     missing = [*(name for name in asked if name not in _SAMPLING), *(name for name in _UNSUPPORTED if body.get(name))]
     if missing:
         raise ConfigError(f"the training service does not support {', '.join(missing)}")
-    return {_SAMPLING[name]: value for name, value in asked.items()}
+    params = {_SAMPLING[name]: value for name, value in asked.items()}
+    if params.get("seed") is not None:
+        # SkyRL with JAX fails a whole batch with a larger one, and SageMaker declares an integer of 32 bits.
+        params["seed"] &= _MAX_SEED
+    return params
 
 
 def _reply(
@@ -308,10 +330,12 @@ class ServiceEngine:
     def __init__(self, config: RolloutConfig) -> None:
         assert config.training_service is not None
         self.url = ""
+        self._config = config
         self._settings = config.training_service
-        self._service = TinkerService(self._settings, trains=False)
-        self._server = SamplingServer(self._service, str(config.model.path), config.timeouts.model_call_s)
-        self._timeout_s = config.serving.startup_s()
+        self._server: SamplingServer | None = None
+        # A session of SageMaker takes minutes to start.
+        minutes = self._settings.call_s if self._settings.kind == "sagemaker" else None
+        self._timeout_s = config.serving.startup_timeout_s or minutes or config.serving.startup_s()
         self._stack = AsyncExitStack()
 
     async def reserve(self) -> AsyncIterator[str]:
@@ -328,9 +352,11 @@ class ServiceEngine:
         """Connect to the service. Return the reason if it cannot be used yet, else None. Raises StartupError."""
         try:
             async with asyncio.timeout_at(until):
-                await self._stack.enter_async_context(self._service)
+                service = await self._stack.enter_async_context(service_of(self._config, trains=False))
+                config = self._config
+                self._server = SamplingServer(service, str(config.model.path), config.timeouts.model_call_s)
                 await self._server.serve(self._settings.sampler, 0)
-        except ConfigError as error:
+        except (ConfigError, PreflightError) as error:
             raise StartupError(str(error)) from error
         except (TrainingServiceError, TimeoutError) as error:
             await self._stack.aclose()
@@ -338,6 +364,7 @@ class ServiceEngine:
         return None
 
     async def start(self) -> None:
+        assert self._server is not None, "`reserve` has made it"
         await self._stack.enter_async_context(self._server)
         self.url = self._server.url
 

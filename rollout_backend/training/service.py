@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_backend.config import RolloutConfig
+from rollout_backend.config.results import PriceConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.core.advantages import ESTIMATORS, advantages_of
 from rollout_backend.core.rows import Row, mask_group, rows_of
@@ -56,6 +57,8 @@ class TrainingData:
     """Sampled tokens after a token that cannot be trained."""
     unknown_logprobs: int
     """Sampled tokens without a logprob, such as those of forced formats."""
+    versions: tuple[tuple[int, float, int], ...] = ()
+    """Trained tokens of each row, and the mean and the oldest version of the weights that sampled them."""
 
     def batches(self, count: int) -> list[list[Datum]]:
         """Divide the groups into at most `count` batches of nearly equal numbers of groups."""
@@ -94,6 +97,12 @@ def training_data(result: StepResult, config: RolloutConfig, settings: TrainingS
         trained_tokens=sum(row.trained_tokens for _, rows in found for row in rows),
         truncated_tokens=sum(rows.truncated_tokens for _, rows in found),
         unknown_logprobs=sum(rows.unknown_logprobs for _, rows in found),
+        versions=tuple(
+            (row.trained_tokens, row.mean_version, row.min_version)
+            for _, rows in found
+            for row in rows
+            if row.mean_version is not None and row.min_version is not None
+        ),
     )
 
 
@@ -113,6 +122,20 @@ class Checkpoint:
 
     state: str
     sampler: str
+
+
+BILLED = ("prefill", "sample", "training")
+"""What services bill tokens for: those of prompts, those that were sampled, and those to train on."""
+
+
+def usage_metrics(tokens: Mapping[str, int], prices: PriceConfig, prefix: str = "") -> dict[str, float]:
+    """Return tokens by the names of `BILLED` as metrics, with what they cost if their prices are set."""
+    found = {f"{prefix}{kind}_tokens": float(tokens.get(kind, 0)) for kind in BILLED}
+    per_million = [getattr(prices, f"{kind}_million") for kind in BILLED]
+    if None not in per_million:
+        cost = sum(price * count for price, count in zip(per_million, found.values(), strict=True))
+        found[f"{prefix}dollars"] = cost / 1e6
+    return found
 
 
 class Forgotten(TrainingServiceError):
@@ -138,7 +161,7 @@ class TrainingService(Protocol):
         ...
 
     async def usage(self) -> dict[str, float]:
-        """Return what the service has billed since the last call; empty if it does not say."""
+        """Return what the service has billed since the last call, see `usage_metrics`; empty if it does not say."""
         ...
 
     async def save(self, name: str, *, keep: bool) -> Checkpoint:
@@ -146,7 +169,7 @@ class TrainingService(Protocol):
         ...
 
     async def sampler(self, path: str) -> Sampler:
-        """Return a handle of saved weights."""
+        """Return a handle of saved weights, or of the base model if `path` is empty."""
         ...
 
     async def sample(

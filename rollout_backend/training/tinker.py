@@ -3,7 +3,8 @@
 Invariants:
 
 - Each call ends after `training_service.call_s`, however long the SDK retries it.
-- If a restarted service has forgotten the session, it is opened again.
+- If a restarted service has forgotten the session, it is opened again. SkyRL also forgets models, with the weights that
+  they saved for samples: a model made from the saved state saves them again.
 - A refusal that is not in the API's format comes from a proxy, and counts as no answer.
 """
 
@@ -12,19 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from agent_wrapper.shared.threads import in_thread
+from rollout_backend.config.results import PriceConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Sampler
+from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Sampler, usage_metrics
 
 KEY_VARIABLE = "TINKER_API_KEY"
 # The SDK refuses a key that begins differently.
 _KEY_STARTS = ("tml-", "eyJ")
 _EXPIRES_S = 30 * 86_400
 _TOKENIZER_S = 60.0
+_NO_PRICES = PriceConfig()
+# SkyRL's words for a model that it had before a restart, or whose client was away for minutes.
+_NOT_LOADED = "not loaded"
+_SAMPLER, _STATE = "/sampler_weights/", "/weights/"
 
 
 class TinkerService:
@@ -41,10 +48,16 @@ class TinkerService:
     context_tokens: int | None = None
     """Context length of the base model on the service, in tokens; None if the service does not report it."""
 
-    def __init__(self, settings: TrainingServiceConfig, *, trains: bool = True) -> None:
+    def __init__(
+        self, settings: TrainingServiceConfig, *, trains: bool = True, prices: PriceConfig = _NO_PRICES
+    ) -> None:
         """Without `trains`, the service need only sample the base model."""
         self._settings = settings
         self._use = "trainable" if trains else "sampleable"
+        self._prices = prices
+        self._tokens = Counter[str]()
+        # Paths of weights whose models the service does not know any more.
+        self._lost: set[str] = set()
         self._client: Any = None
         self._model: Any = None
 
@@ -99,14 +112,14 @@ class TinkerService:
             await _in_thread(lambda: client.holder)
         self._client = client
 
-    async def _in_session(self, what: str, call: Callable[[], Any]) -> Any:
+    async def _in_session(self, what: str, call: Callable[[], Any], *, refuses_late: bool = False) -> Any:
         """Return the result of a call of the SDK. If the service does not know the session, open another one."""
         try:
-            async with self._explained(what):
+            async with self._explained(what, refuses_late=refuses_late):
                 return await _in_thread(call)
         except Forgotten:
             await self._open()
-            async with self._explained(what, forgets=False):
+            async with self._explained(what, forgets=False, refuses_late=refuses_late):
                 return await _in_thread(call)
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -125,6 +138,8 @@ class TinkerService:
                 if state is None
                 else self._client.create_training_client_from_state_with_optimizer(state)
             ),
+            # SkyRL reads the rank of a new model when it executes the request.
+            refuses_late=state is None,
         )
 
     async def train(self, batches: Sequence[Sequence[Datum]]) -> dict[str, float]:
@@ -148,13 +163,15 @@ class TinkerService:
                     self._model.forward_backward(data, settings.loss, settings.loss_options or None),
                     self._model.optim_step(adam),
                 ]
+                self._tokens["training"] += sum(len(datum.tokens) for datum in batch)
             for call in sent:
                 metrics |= (await call).metrics or {}
         return metrics
 
     async def usage(self) -> dict[str, float]:
-        """Return nothing: the API does not report usage."""
-        return {}
+        """Return the tokens of this client's calls since the last call, because the API reports no usage."""
+        tokens, self._tokens = self._tokens, Counter()
+        return usage_metrics(tokens, self._prices)
 
     async def save(self, name: str, *, keep: bool) -> Checkpoint:
         expires = None if keep else _EXPIRES_S
@@ -166,7 +183,8 @@ class TinkerService:
     async def sampler(self, path: str) -> Sampler:
         """Return a client of saved weights, or of the base model if `path` is empty."""
         base = self._settings.base_model
-        source = {"model_path": path} if path else {"base_model": base}
+        found_at = await self._saved_again(path) if path in self._lost else path
+        source = {"model_path": found_at} if path else {"base_model": base}
         sampler = await self._in_session(
             f"opening the weights {path or base}", lambda: self._client.create_sampling_client(**source)
         )
@@ -174,7 +192,18 @@ class TinkerService:
             found = await _in_thread(sampler.get_base_model)
         if found.partition(":")[0] != base.partition(":")[0]:
             raise ConfigError(f"{path} has weights of {found}, and training_service.base_model is {base}")
-        return Sampler(sampler)
+        return Sampler((sampler, path))
+
+    async def _saved_again(self, path: str) -> str:
+        """Return the path of equal weights. `save` gives both parts of a checkpoint one name."""
+        name = path.rpartition("/")[2]
+        model = await self._in_session(
+            f"creating a model for the samples of {path}",
+            lambda: self._client.create_training_client_from_state(path.replace(_SAMPLER, _STATE)),
+        )
+        async with self._explained(f"saving {name} again"):
+            saved = await model.save_weights_for_sampler(name, ttl_seconds=_EXPIRES_S)
+        return str(saved.path)
 
     async def tokenizer(self, sampler: Any) -> Any:
         """Return the tokenizer that the SDK finds for a sampler's base model, on this machine or on Hugging Face's
@@ -185,7 +214,7 @@ class TinkerService:
         """
         try:
             async with asyncio.timeout(_TOKENIZER_S):
-                return await _in_thread(sampler.get_tokenizer)
+                return await _in_thread(sampler[0].get_tokenizer)
         except Exception as error:
             # Loading a tokenizer may raise anything.
             raise TrainingServiceError(f"the SDK finds no tokenizer of it: {_text(error)}") from error
@@ -202,24 +231,33 @@ class TinkerService:
         """
         from tinker import types
 
-        async with self._explained("sampling"):
-            request = types.ModelInput.from_ints(list(prompt)), 1, types.SamplingParams(**params)
-            sent = sampler.sample(*request)
-            # Version 0.25 returns a future of another thread.
-            reply = await (sent if isinstance(sent, Awaitable) else asyncio.wrap_future(sent))
-            [found] = reply.sequences
+        client, path = sampler
+        try:
+            async with self._explained("sampling"):
+                request = types.ModelInput.from_ints(list(prompt)), 1, types.SamplingParams(**params)
+                sent = client.sample(*request)
+                # Version 0.25 returns a future of another thread.
+                reply = await (sent if isinstance(sent, Awaitable) else asyncio.wrap_future(sent))
+                [found] = reply.sequences
+        except TrainingServiceError as error:
+            if _SAMPLER not in path or _NOT_LOADED not in str(error):
+                raise
+            self._lost.add(path)
+            raise Forgotten(str(error)) from error
         logprobs = list(found.logprobs or ())
         if len(logprobs) != len(found.tokens) or not logprobs:
             raise TrainingServiceError(
                 f"the service returned {len(found.tokens)} tokens and {len(logprobs)} logprobs"
             )
+        self._tokens.update(prefill=len(prompt), sample=len(found.tokens))
         return list(found.tokens), logprobs, str(getattr(found.stop_reason, "value", found.stop_reason))
 
     @contextlib.asynccontextmanager
     async def _explained(
-        self, what: str, timeout_s: float | None = None, *, forgets: bool = True
+        self, what: str, timeout_s: float | None = None, *, forgets: bool = True, refuses_late: bool = False
     ) -> AsyncIterator[None]:
-        """Raise the SDK's errors as ours. Without `forgets`, what the service does not know is a wrong setting."""
+        """Raise the SDK's errors as ours. Without `forgets`, what the service does not know is a wrong setting. With
+        `refuses_late`, so is what it has refused after it had taken the request."""
         import tinker
 
         where = self._settings.base_url or "the training service"
@@ -243,6 +281,9 @@ class TinkerService:
             raise TrainingServiceError(f"{what}: no answer from {where} in time") from error
         # The SDK reports the loss of a request with a ValueError.
         except (tinker.TinkerError, ValueError) as error:
+            refusal = error.__cause__
+            if refuses_late and isinstance(refusal, tinker.BadRequestError) and isinstance(refusal.body, Mapping):
+                raise ConfigError(f"{what}: {where} refuses it: {_text(refusal)}") from error
             raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
 
 

@@ -18,9 +18,9 @@ from rollout_backend.workbench.local.cloud import LocalStorage
 from rollout_backend.workbench.local.scripted import BYTE_MODEL
 from tests.emulators.sagemaker_emulator import GROUP as PACKAGES
 from tests.emulators.sagemaker_emulator import MODEL, ROLE, SageMakerEmulator
-from tests.emulators.tinker_emulator import Sample, TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_emulator import Sample, TinkerEmulator
 from tests.emulators.tinker_training import EmulatedTrainer
-from tests.emulators.tiny_learner import TrainedDatum
+from tests.emulators.tiny_learner import TabularPolicy, TrainedDatum
 
 AGENT = '''
 """An agent that is rewarded for each letter a of its model's reply."""
@@ -73,6 +73,8 @@ class Service:
     """Returns the optimizer steps of the newest checkpoint."""
     version: Callable[[str], int]
     """Returns the step that has trained the weights at a path."""
+    failing: Callable[[], object]
+    """Lets the next sample fail."""
     printed: tuple[str, ...] = ()
     """Metrics that each step prints."""
 
@@ -82,17 +84,18 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
     if request.param == "tinker":
         emulator = request.getfixturevalue("emulator")
         trainer = EmulatedTrainer(emulator)
-        section = {"base_url": emulator.url, "base_model": "tiny", "learning_rate": 1.0}
+        section = {"base_url": emulator.url, "base_model": "tiny", "learning_rate": 0.6}
         yield Service(
             section,
             emulator.samples,
             trainer.data,
             history=lambda: trainer.history([*trainer.states][-1]),
             version=lambda path: int(path[-6:]),
+            failing=lambda: emulator.faults.failures.append("server"),
         )
         return
     # The service accepts learning rates up to 0.01.
-    sessions = SageMakerEmulator({MODEL: untrained()}, rate_scale=100)
+    sessions = SageMakerEmulator({MODEL: untrained()}, rate_scale=60)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(sessions):
         sagemaker = {"role_arn": ROLE, "model_package_group_arn": PACKAGES, "output": "s3://bucket/checkpoints"}
         section = {"base_url": sessions.url, "base_model": MODEL, "learning_rate": 0.01, "sagemaker": sagemaker}
@@ -102,6 +105,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[Service]:
             sessions.data,
             history=lambda: sessions.history([*sessions.states][-1]),
             version=lambda path: [*sessions.saved].index(path),
+            failing=lambda: sessions.faults.failing.update(sample=["a node is lost"]),
             printed=("billed_prefill_tokens", "billed_sample_tokens", "billed_training_tokens"),
         )
     assert not any(session.status in ("Running", "Blocked") for session in sessions.sessions.values())
@@ -180,7 +184,7 @@ def test_a_training_raises_the_reward_resumes_and_shows_its_curve(
 
 @pytest.mark.slow
 def test_a_run_samples_from_a_service_without_an_engine(
-    rollout, settings, files, here, storage: LocalStorage, emulator: TinkerEmulator, run_id: str
+    rollout, settings, files, here, storage: LocalStorage, service: Service, run_id: str
 ) -> None:
     agent = here / "agent.py"
     agent.write_text(AGENT)
@@ -190,18 +194,17 @@ def test_a_run_samples_from_a_service_without_an_engine(
             queue={"wait_s": 1},
             run_id=run_id,
             output_dir="runs",
-            sampling={"max_tokens": 4},
+            sampling={"max_tokens": REPLY},
             group={"size": 2},
             serving={"kind": "tinker"},
-            training_service={"base_url": emulator.url, "base_model": "tiny"},
+            training_service=service.section,
             model={"path": str(BYTE_MODEL), "renderer": "chatml"},
         )
-        # The first sample fails.
-        emulator.faults.failures.append("server")
+        service.failing()
         code, output = rollout("run", config, "--tasks", files[0])
     assert code == 0, output
-    sampled = {((*each.prompt, *each.tokens), each.logprobs) for each in emulator.samples}
-    assert {each.model_path for each in emulator.samples} == {""}
+    sampled = {((*each.prompt, *each.tokens[:REPLY]), each.logprobs[:REPLY]) for each in service.samples}
+    assert len({each.model_path for each in service.samples}) == 1
     rollouts = [
         Rollout.decode(path.read_bytes())
         for path in (here / "runs" / run_id / "rollouts").glob("*/*")
@@ -219,7 +222,9 @@ def test_a_run_samples_from_a_service_without_an_engine(
 def test_what_a_training_lacks_is_named_before_anything_starts(rollout, settings, files, emulator) -> None:
     section = {"base_url": emulator.url, "base_model": "tiny", "tasks_per_step": 2}
     cases = [
-        ({}, "training_service is not set"),
+        ({}, "the section training_service is missing"),
+        ({"training_service": section, "gateway": {"constrained_decoding": "allow"}}, "forces no format"),
+        ({"training_service": section, "gateway": {"max_images": 1}}, "is sent no images"),
         ({"training_service": section}, "group.size is 1"),
         ({"training_service": {**section, "base_model": "large"}, "group": {"size": 2}}, "It trains: tiny"),
         ({"training_service": {**section, "tasks_per_step": 9}, "group": {"size": 2}}, "there are 4 tasks"),
@@ -242,3 +247,5 @@ def test_the_check_of_a_training_asks_the_service_and_no_engine(rollout, setting
     assert "4 rollouts" in found["runtime.invoke_per_s"]["text"]
     code, output = rollout("doctor", path, "--engine")
     assert (code, "rollout train starts no engine" in output) == (2, True)
+    code, output = rollout("doctor", path, "-o", "gateway.constrained_decoding=allow")
+    assert (code, "forces no format" in output) == (2, True)

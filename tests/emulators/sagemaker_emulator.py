@@ -29,8 +29,8 @@ from typing import Any, Self
 import numpy as np
 from aiohttp import web
 
-from tests.emulators.tinker_emulator import Sample, TabularPolicy
-from tests.emulators.tiny_learner import LOSSES, Learner, TrainedDatum
+from tests.emulators.tinker_emulator import Sample
+from tests.emulators.tiny_learner import LOSSES, Learner, TabularPolicy, TrainedDatum
 
 ACCOUNT, REGION = "123456789012", "us-east-1"
 MODEL = f"arn:aws:sagemaker:{REGION}:aws:hub-content/SageMakerPublicHub/Model/tiny/1.0.0"

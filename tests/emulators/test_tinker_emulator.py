@@ -8,7 +8,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_emulator import TinkerEmulator
+from tests.emulators.tiny_learner import TabularPolicy
 from tinker_client import connected
 
 STOP = 9

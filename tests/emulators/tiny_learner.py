@@ -1,21 +1,83 @@
-"""The training of a `TabularPolicy`, behind the emulators of training services.
+"""A tiny language model and its training, behind the emulators of training services.
 
 Losses are Tinker's: importance sampling and PPO, added up over the tokens. The optimizer is Adam.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.emulators.tinker_emulator import TabularPolicy
-
 LOSSES = ("importance_sampling", "ppo")
 _CLIP = 0.2
+
+
+class TabularPolicy:
+    """A language model whose next token depends on the previous one alone: a softmax over a row of `logits`.
+
+    It samples the ids of `vocabulary`. Row 0 follows each token outside of it, such as the end of a prompt.
+    """
+
+    def __init__(self, vocabulary: Sequence[int], logits: NDArray[np.float64] | None = None, seed: int = 0) -> None:
+        self.vocabulary = tuple(vocabulary)
+        size = len(self.vocabulary)
+        self.logits = np.random.default_rng(seed).normal(size=(size + 1, size)) if logits is None else logits
+        self._columns = {token: column for column, token in enumerate(self.vocabulary)}
+
+    def copy(self) -> TabularPolicy:
+        return TabularPolicy(self.vocabulary, self.logits.copy())
+
+    def row(self, previous: int) -> int:
+        """Return the row that follows a token."""
+        return self._columns.get(previous, -1) + 1
+
+    def column(self, token: int) -> int:
+        """Return the column of a token. Raises KeyError if the policy cannot sample it."""
+        return self._columns[token]
+
+    def logprobs(self, previous: int) -> NDArray[np.float64]:
+        """Return the logprob of each id of the vocabulary after a token."""
+        logits = self.logits[self.row(previous)]
+        shifted = logits - logits.max()
+        return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+    def sample(
+        self, prompt: Sequence[int], params: Mapping[str, Any], rng: np.random.Generator
+    ) -> tuple[list[int], list[float], str]:
+        """Return the tokens, their logprobs and the stop reason of one sequence.
+
+        The logprobs are the model's, before temperature, top_p and top_k, as SkyRL's are. A stop token ends the
+        sequence and is part of it.
+        """
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        stops = params.get("stop") or ()
+        while len(tokens) < params["max_tokens"]:
+            given = self.logprobs(tokens[-1] if tokens else prompt[-1])
+            column = _choose(given, params, rng)
+            tokens.append(self.vocabulary[column])
+            # The wire carries float32.
+            logprobs.append(float(np.float32(given[column])))
+            if tokens[-1] in stops:
+                return tokens, logprobs, "stop"
+        return tokens, logprobs, "length"
+
+
+def _choose(logprobs: NDArray[np.float64], params: Mapping[str, Any], rng: np.random.Generator) -> int:
+    """Return the column of a token sampled with temperature, top_k and top_p."""
+    temperature, top_k, top_p = params.get("temperature", 1), params.get("top_k", -1), params.get("top_p", 1)
+    if temperature == 0:
+        return int(logprobs.argmax())
+    weights = np.exp((logprobs - logprobs.max()) / temperature)
+    order = np.argsort(-weights, kind="stable")
+    kept = order[:top_k] if top_k > 0 else order
+    shares = np.cumsum(weights[kept]) / weights[kept].sum()
+    kept = kept[: int(np.searchsorted(shares, top_p)) + 1]
+    return int(rng.choice(kept, p=weights[kept] / weights[kept].sum()))
 
 
 @dataclass(frozen=True)

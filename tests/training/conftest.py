@@ -16,7 +16,7 @@ from rollout_backend.core.tasks import Task
 from rollout_backend.run.accounts.step_report import GroupResult, StepResult
 from rollout_backend.training.loop import TrainingRecord
 from rollouts import make_rollout, make_turn
-from tests.emulators.tinker_emulator import TabularPolicy
+from tests.emulators.tiny_learner import TabularPolicy
 
 PROMPT, LENGTH, GROUP = [100, 101], 3, 8
 TASKS = [Task(task_id=f"task-{number}", payload={}) for number in range(4)]
@@ -64,12 +64,12 @@ class Sampled:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._served = ""
+        self._served, self._version = "", -1
         self.collected: list[tuple[str, tuple[str, ...], str]] = []
 
     async def serve(self, path: str, version: int) -> None:
         assert path in self._world.saved
-        self._served = path
+        self._served, self._version = path, version
 
     async def collect(self, tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
         assert weights == self._served
@@ -96,7 +96,7 @@ class Sampled:
             policy = self._world.saved[self._served][1]
             rng = np.random.default_rng([step, *map(ord, key[1])])
             tokens, logprobs, _ = policy.sample(PROMPT, {"max_tokens": LENGTH}, rng)
-            turn = make_turn(2, 2 + LENGTH)
+            turn = make_turn(2, 2 + LENGTH, str(self._version))
             segment = Segment(
                 token_ids=PROMPT + tokens,
                 response_mask=[0, 0] + [1] * LENGTH,

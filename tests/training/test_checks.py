@@ -14,7 +14,8 @@ from rollout_backend.training import checks
 from rollout_backend.training.checks import check_service, describe_difference
 from rollout_backend.training.tinker import TinkerService
 from rollout_backend.workbench.local.scripted import BYTE_MODEL
-from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_emulator import TinkerEmulator
+from tests.emulators.tiny_learner import TabularPolicy
 
 CONTEXT = 32_768
 
@@ -134,7 +135,7 @@ def test_vocabularies_are_compared_by_id() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training_service": None}, "needs the section training_service"),
+        ({"training_service": None}, "the section training_service is missing"),
         ({"serving": {"kind": "tinker", "servers": 2}}, "servers has no effect with kind=tinker"),
         ({"gateway": {"constrained_decoding": "allow"}}, "forces no format"),
         ({"gateway": {"max_images": 4}}, "is sent no images"),

@@ -21,8 +21,9 @@ from rollout_backend.errors import ConfigError, ManifestError, RunHeld, Training
 from rollout_backend.run.accounts.step_report import StepResult
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.tinker import TinkerService
-from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_emulator import TinkerEmulator
 from tests.emulators.tinker_training import EmulatedTrainer
+from tests.emulators.tiny_learner import TabularPolicy
 from tests.training.conftest import GROUP, TASKS, Killed, Sampled, Store, World
 
 
@@ -52,6 +53,18 @@ def settings(url: str, **changes: Any) -> RolloutConfig:
     )
 
 
+class Model:
+    """The SDK's client of a model. The process can be killed before each of its writes."""
+
+    def __init__(self, client: Any, world: World) -> None:
+        self._client, self._world = client, world
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in ("forward_backward", "optim_step", "save_state", "save_weights_for_sampler")
+        self._world.effect()
+        return getattr(self._client, name)
+
+
 class Service(TinkerService):
     """A process's client of the service. The process can be killed before and after each call that has an effect."""
 
@@ -61,7 +74,9 @@ class Service(TinkerService):
         self._world = world
 
     async def begin(self, state: str | None) -> None:
+        self._world.effect()
         await super().begin(state)
+        self._model = Model(self._model, self._world)
         self._world.effect()
 
     async def train(self, batches: Sequence[Sequence[Any]]) -> dict[str, float]:
@@ -98,6 +113,7 @@ async def test_the_reward_rises_and_data_are_the_sampled_tokens(
     assert record.trained == 12
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.3
     assert all(found["grad_norm"] > 0 for found in metrics)
+    assert sum(found["training_tokens"] for found in metrics) == sum(len(datum.tokens) for datum in trainer.data)
     sampled = [rollout.segments[0] for rollout in world.results.values()]
     expected = {((*segment.token_ids,), (0.0, *segment.logprobs[2:])) for segment in sampled}
     for datum in trainer.data:
@@ -139,12 +155,16 @@ async def test_overlapped_steps_are_collected_while_the_one_before_is_trained(
 ) -> None:
     """Its rollouts have the weights before the step that is trained meanwhile, and evaluations the newest."""
     world, config = World(emulator.saved), settings(emulator.url, steps=4, overlap=True, evaluate_every=2)
-    rollouts, order = Sampled(world), []
+    rollouts, order, metrics = Sampled(world), [], []
     collect = rollouts.collect
 
     async def collected(tasks: Sequence[Task], *, step: int, weights: str) -> StepResult:
         order.append(f"collect {describe_batch(step)[0]}")
         return await collect(tasks, step=step, weights=weights)
+
+    def on_trained(number: int, result: StepResult, data: Any, found: dict[str, float]) -> None:
+        order.append(f"trained {number}")
+        metrics.append(found)
 
     rollouts.collect = collected  # type: ignore[method-assign]
     await train(
@@ -152,8 +172,9 @@ async def test_overlapped_steps_are_collected_while_the_one_before_is_trained(
         config,
         rollouts,
         held_out=[Task(task_id="held-out", payload={})],
-        on_trained=lambda number, *_: order.append(f"trained {number}"),
+        on_trained=on_trained,
     )
+    assert [found["rollouts/staleness/max"] for found in metrics] == [0, 1, 1, 1]
     assert order == [
         *("collect 1", "collect 0 validation", "collect 2", "trained 1", "collect 3", "trained 2"),
         *("collect 2 validation", "collect 4", "trained 3", "trained 4", "collect 4 validation"),
@@ -185,7 +206,7 @@ async def test_a_failed_step_ahead_ends_the_training_once_the_present_one_is_rec
 
 @pytest.mark.slow
 async def test_each_single_kill_leaves_the_same_weights(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
-    config = settings(emulator.url, steps=1)
+    config = settings(emulator.url)
     expected = await train(World(emulator.saved), config)
     for effects in itertools.count():
         world = World(emulator.saved, left=effects)
@@ -197,8 +218,9 @@ async def test_each_single_kill_leaves_the_same_weights(emulator: TinkerEmulator
         record = await train(world, config)
         assert trainer.history(record.state) == trainer.history(expected.state)
         np.testing.assert_array_equal(*(emulator.saved[each.sampler][1].logits for each in (record, expected)))
-        assert world.sampled == GROUP * 2
-    assert effects > GROUP * 2 + 4
+        assert world.sampled == GROUP * 2 * 3
+    # Rollouts, and eight writes of each step.
+    assert effects > (GROUP * 2 + 8) * 3
 
 
 async def test_evaluations_have_their_steps_and_are_not_repeated(
@@ -307,6 +329,17 @@ async def test_settings_that_the_service_refuses_are_named(
     with pytest.raises(ConfigError, match=message):
         await train(world, settings(emulator.url, **changes))
     assert changes == {"loss": "cispo"} or not world.sampled
+
+
+async def test_a_request_that_fails_after_it_was_accepted(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:
+    """SkyRL reports a rank above its own in this way, and a model that it has lost in a restart."""
+    world, config = World(emulator.saved), settings(emulator.url, steps=1)
+    emulator.faults.failed["create_model"] = ["LoRA rank 8 must be between 1 and 4"]
+    with pytest.raises(ConfigError, match=r"with rank 8: .* refuses it: .* must be between 1 and 4"):
+        await train(world, config)
+    emulator.faults.failed["forward_backward"] = ["Model is not loaded"]
+    record = await train(world, config)
+    assert len(trainer.history(record.state)) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from rollout_backend.training.service import Datum
 from rollout_backend.training.tinker import TinkerService
 from tests.emulators.sagemaker_emulator import GROUP as PACKAGES
 from tests.emulators.sagemaker_emulator import MODEL, ROLE, SageMakerEmulator
-from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_emulator import TinkerEmulator
 from tests.emulators.tinker_training import EmulatedTrainer
+from tests.emulators.tiny_learner import TabularPolicy
 from tests.training.conftest import GROUP, TASKS, Killed, Sampled, Store, World
 
 _WRITES = ("create_training_session", "stop_training_session", "execute_training_operation")
@@ -172,7 +173,7 @@ async def test_a_training_killed_between_any_two_writes_resumes(emulator: SageMa
 
 @pytest.mark.slow
 async def test_each_single_kill_leaves_the_same_weights(emulator: SageMakerEmulator) -> None:
-    config = settings(emulator.url, steps=1)
+    config = settings(emulator.url, steps=3)
     expected = await train(World(emulator.saved), config)
     for effects in itertools.count():
         world = World(emulator.saved, left=effects)
@@ -184,8 +185,9 @@ async def test_each_single_kill_leaves_the_same_weights(emulator: SageMakerEmula
         record = await train(world, config)
         assert emulator.history(record.state) == emulator.history(expected.state)
         np.testing.assert_array_equal(*(emulator.saved[each.sampler][1].logits for each in (record, expected)))
-        assert world.sampled == GROUP * 2
-    assert effects > GROUP * 2 + 4
+        assert world.sampled == GROUP * 2 * 3
+    # Rollouts, and ten writes of each step.
+    assert effects > (GROUP * 2 + 10) * 3
 
 
 _FAULTS: dict[str, dict[str, Any]] = {
@@ -408,6 +410,7 @@ async def test_a_session_that_never_runs_is_explained(emulator: SageMakerEmulato
         ({"base_model": "Qwen/Qwen3-8B"}, "is no ARN of a model in SageMaker's hub"),
         ({"rank": 257}, "a rank from 1 to 256, not 257"),
         ({"learning_rate": 0.02}, "a learning_rate from 0 to 0.01"),
+        ({"loss": "dro"}, "has no loss dro, only importance_sampling, ppo, cispo"),
         ({"loss_options": {"clip": 1}}, "has no loss_options clip"),
         ({"loss_options": {"clip_high_threshold": 0.5}}, "a clip_high_threshold from 1 to 10"),
         ({"kind": "tinker"}, "sagemaker is for kind: sagemaker"),

@@ -7,15 +7,19 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from builders import eventually, hang_up, until
+from rollout_backend.config.results import PriceConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.model.gateway.engine.liveness import SamplingProbe
 from rollout_backend.model.gateway.engine.protocol import SglangProtocol
 from rollout_backend.training.sampling_server import SamplingServer
 from rollout_backend.training.tinker import TinkerService
-from tests.emulators.tinker_emulator import TabularPolicy, TinkerEmulator
+from tests.emulators.tinker_emulator import TinkerEmulator
+from tests.emulators.tinker_training import EmulatedTrainer
+from tests.emulators.tiny_learner import TabularPolicy
 
 BODY = {"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "stop_token_ids": [9]}}
 
@@ -30,7 +34,11 @@ async def emulator(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinkerEmula
 @pytest.fixture
 async def server(emulator: TinkerEmulator) -> AsyncIterator[SamplingServer]:
     settings = TrainingServiceConfig(base_url=emulator.url, base_model="tiny", rank=8)
-    async with TinkerService(settings) as service, SamplingServer(service, "/models/tiny", 600.0) as serving:
+    prices = PriceConfig(prefill_million=1.0, sample_million=2.0, training_million=3.0)
+    async with (
+        TinkerService(settings, prices=prices) as service,
+        SamplingServer(service, "/models/tiny", 600.0) as serving,
+    ):
         await service.begin(None)
         model = next(iter(emulator.trained.values()))
         for version in range(2):
@@ -89,11 +97,25 @@ async def test_what_the_service_lacks_is_refused_by_name(
     assert f"does not support {name}" in reply["error"]["message"]
 
 
+async def test_a_seed_fits_in_the_integer_of_every_service(server: SamplingServer, emulator: TinkerEmulator) -> None:
+    for seed, sent in ((7, 7), (2**31 + 7, 7), (2**32 - 1, 2**31 - 1)):
+        status, _ = await generate(server, sampling_params={**BODY["sampling_params"], "sampling_seed": seed})
+        assert (status, emulator.samples[-1].params["seed"]) == (200, sent)
+
+
 async def test_a_fault_of_the_service_costs_a_call_time(server: SamplingServer, emulator: TinkerEmulator) -> None:
     emulator.faults.failures += ["server", "unknown"]
     status, reply = await generate(server)
     assert (status, reply["output_ids"]) == (200, list(emulator.samples[-1].tokens))
     assert emulator.faults.failures == []
+    sampled = len(emulator.samples[-1].tokens)
+    usage = await server._service.usage()
+    assert usage == {
+        "prefill_tokens": 2,
+        "sample_tokens": sampled,
+        "training_tokens": 0,
+        "dollars": (2 * 1.0 + sampled * 2.0) / 1e6,
+    }
 
 
 async def test_a_fault_that_outlasts_a_call_is_answered_503(server: SamplingServer, emulator: TinkerEmulator) -> None:
@@ -111,6 +133,21 @@ async def test_a_sampler_that_the_service_has_forgotten_is_opened_again(
     assert [status for status, _ in replies] == [200] * 3
     assert emulator.counts["create_sampling_session"] == opened + 1
     assert {sample.model_path.rpartition("/")[2] for sample in emulator.samples} == {"0"}
+
+
+async def test_weights_of_a_model_that_the_service_has_lost_are_saved_again(
+    server: SamplingServer, emulator: TinkerEmulator
+) -> None:
+    EmulatedTrainer(emulator)
+    saved = await server._service.save("step-2", keep=True)
+    await server.serve(saved.sampler, 2)
+    emulator.faults.failed["sample"] = ["Model is not loaded"] * 3
+    replies = await asyncio.gather(*(generate(server) for _ in range(3)))
+    assert [status for status, _ in replies] == [200] * 3
+    assert {reply["meta_info"]["weight_version"] for _, reply in replies} == {"2"}
+    [path] = {sample.model_path for sample in emulator.samples[-3:]}
+    assert path != saved.sampler
+    np.testing.assert_array_equal(*(emulator.saved[each][1].logits for each in (path, saved.sampler)))
 
 
 async def test_a_call_that_waits_at_the_service_is_not_lost(server: SamplingServer, emulator: TinkerEmulator) -> None:
@@ -152,12 +189,13 @@ async def test_a_gateway_behind_a_router_knows_the_calls_that_were_given_up(
     await emulator.set_queue("paused_capacity")
     # The router and the gateway call this event loop while they start.
     url = await asyncio.to_thread(behind_router, server.url)
-    gateway = await asyncio.to_thread(lambda: serve(url, load_poll_s=0.1))
+    gateway = await asyncio.to_thread(lambda: serve(url, load_poll_s=5.0))
     await asyncio.to_thread(until, lambda: [load.is_service for load in gateway.stats().engines.values()] == [True])
     call = {"model": "scripted", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     arrived = partial(until, lambda: emulator.counts["asample"])
     await asyncio.to_thread(hang_up, gateway.url, gateway.key(), call, lambda: arrived() is None)
-    await asyncio.to_thread(until, lambda: gateway.stats().engine_given_up["calls"])
+    await eventually(lambda: server._given_up["calls"])
+    # The counts are read for the report, and not only once in 5 s.
     found = (await asyncio.to_thread(gateway.stats)).engine_given_up
     assert found.pop("prompt_tokens") > 5
     assert found == {"calls": 1, "limit_tokens": 8}

@@ -1,4 +1,5 @@
-"""A training service gets the rewards, advantages and loss inputs that verl gets from the same rollouts."""
+"""A training service gets the rewards, advantages and loss inputs that verl gets from the same rollouts, and has the
+same gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from verl import DataProto
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.workers.config import ActorConfig
 
 from agent_wrapper.contract import Outcome, Rollout
 from rollout_backend.config.training_service import TrainingServiceConfig
@@ -21,8 +24,10 @@ from rollout_backend.core.rows import rows_of
 from rollout_backend.training.service import training_data
 from rollout_backend.verl.advantage import row_uid
 from rollouts import make_rollout, segment_of
+from tests.emulators.tiny_learner import Learner, TabularPolicy, TrainedDatum
 
 WIDTH = 64
+ACTOR = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
 CONFIG: Any = SimpleNamespace(training=SimpleNamespace(mask=()), group=SimpleNamespace(needed=2))
 
 pieces = st.lists(st.tuples(st.sampled_from(["given", "sampled"]), st.integers(1, 4)), min_size=1, max_size=4)
@@ -80,3 +85,37 @@ def test_inputs_equal_verls(estimator: str, made: list[list[tuple[float, list[An
         assert not datum.advantages[:given].any()
         np.testing.assert_array_equal(datum.logprobs[given:], logprobs)
         np.testing.assert_array_equal(datum.advantages[given:], advantages)
+
+
+def test_gradients_equal_verls_except_where_verl_clips_twice() -> None:
+    """With `loss_agg_mode=token-sum` they are equal, and by default verl divides them by the number of tokens."""
+    rng, policy = np.random.default_rng(0), TabularPolicy(range(6))
+    tokens = rng.integers(0, 6, (40, 9))
+    advantages = rng.normal(size=(40, 8))
+    logits = torch.tensor(policy.logits, requires_grad=True)
+
+    def current() -> torch.Tensor:
+        return torch.log_softmax(logits, -1)[torch.tensor(tokens[:, :-1] + 1), torch.tensor(tokens[:, 1:])]
+
+    def gradients(shift: Any, advantages: Any, loss: str, mode: str = "token-sum") -> tuple[Any, Any]:
+        """Return those of the service and of verl, for ratios of probabilities that are exp(shift)."""
+        sampled, learner = current().detach() - torch.tensor(shift), Learner.of(policy)
+        inputs = zip(tokens[:, 1:], sampled.numpy(), advantages, strict=True)
+        for before, each in zip(tokens[:, :-1], inputs, strict=True):
+            named = dict(zip(("target_tokens", "logprobs", "advantages"), each, strict=True))
+            learner.add_gradient(policy, TrainedDatum(tuple(before.tolist()), named), loss)
+        logits.grad = None
+        mask = torch.ones(advantages.shape, dtype=torch.float64)
+        given = torch.tensor(advantages)
+        compute_policy_loss_vanilla(sampled, current(), given, mask, mode, config=ACTOR)[0].backward()
+        assert logits.grad is not None
+        return learner.gradient, logits.grad.numpy().copy()
+
+    on_policy, near = np.zeros((40, 8)), rng.uniform(-1, 1, (40, 8))
+    for loss, shift in (("ppo", near), ("ppo", on_policy), ("importance_sampling", on_policy)):
+        np.testing.assert_allclose(*gradients(shift, advantages, loss), rtol=1e-9)
+        ours, mean = gradients(shift, advantages, loss, "token-mean")
+        np.testing.assert_allclose(ours, mean * advantages.size, rtol=1e-9)
+    ours, verls = gradients(np.full((40, 8), np.log(4)), -np.abs(advantages), "ppo")
+    assert np.abs(ours).max() > 1
+    assert not verls.any()

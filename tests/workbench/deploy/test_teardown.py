@@ -25,7 +25,7 @@ from rollout_backend.workbench.local.agentcore_emulator import ROLE
 from rollout_backend.workbench.local.control_plane import ControlLimits
 from tests.emulators.sagemaker_emulator import GROUP, MODEL, SageMakerEmulator
 from tests.emulators.sagemaker_emulator import ROLE as SESSION_ROLE
-from tests.emulators.tinker_emulator import TabularPolicy
+from tests.emulators.tiny_learner import TabularPolicy
 from tests.simulation.clock import VirtualLoop
 
 IMAGE = "000000000000.dkr.ecr.us-east-1.amazonaws.com/agent:1"
