@@ -1,6 +1,6 @@
 """Train a small model on sums with `rollout train`, on this machine: SkyRL serves Tinker's API with JAX on the CPU.
 
-    python train.py             # 8 steps of SmolLM2-135M
+    python train.py             # 5 steps of SmolLM2-135M
 
 The service has its own environment of 6 GB, in ~/.cache/rollout-backend. S3, SQS and the agent's runtime are local.
 """
@@ -199,7 +199,7 @@ async def train(steps: int, model: Path, work: Path, python: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="training steps")
+    parser.add_argument("--steps", type=int, default=5, help="training steps")
     parser.add_argument("--model", type=Path, help="a model folder; default: the one of `rollout engine install`")
     parser.add_argument("--python", default=default_python(), help="Python of the service: a version or a path")
     parser.add_argument("--work", type=Path, default=Path("runs/train_service"), help="output directory")
