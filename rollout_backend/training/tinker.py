@@ -3,8 +3,8 @@
 Invariants:
 
 - Each call ends after `training_service.call_s`, however long the SDK retries it.
-- If a restarted service has forgotten the session, it is opened again. SkyRL also forgets models, with the weights that
-  they saved for samples: a model made from the saved state saves them again.
+- If a restarted service has forgotten the session, it is opened again. SkyRL also forgets models, with the weights
+  that they saved for samples: a model made from the saved state saves them again.
 - A refusal that is not in the API's format comes from a proxy, and counts as no answer.
 """
 
