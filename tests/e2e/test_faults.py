@@ -89,7 +89,9 @@ class Model:
         self._asked = 0
         self._free = sys.maxsize
         self._let_go = threading.Event()
-        self._answer: Callable[[str], str] = load_module(ROOT / "benchmarks" / "kill_trainer.py").answer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(ROOT / "benchmarks")
+            self._answer: Callable[[str], str] = load_module(ROOT / "benchmarks" / "kill_trainer.py").answer
 
     def __call__(self, prompt: str) -> str:
         self._asked += 1
