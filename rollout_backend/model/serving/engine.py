@@ -197,7 +197,7 @@ async def _post(
 
 @contextlib.asynccontextmanager
 async def control_client(what: str, timeout_s: float = _TIMEOUT_S) -> AsyncIterator[aiohttp.ClientSession]:
-    """Open an HTTP client that makes a server do `what`. Raises ServingError if it does not do so in time."""
+    """Open an HTTP client for control requests. Raises ServingError if the server does not do `what` in time."""
     try:
         async with (
             asyncio.timeout(timeout_s),

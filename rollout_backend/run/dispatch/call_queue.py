@@ -220,7 +220,7 @@ class CallQueue:
             self._timer = loop.call_later(min(dues.values()), self._serve)
 
     def _refuse_without(self, lease: Lease) -> None:
-        """Refuse all calls of a lost run, and stops while S3 is silent, because the end of a step waits for them."""
+        """Refuse all calls of a lost run. While S3 is silent, refuse stops, for which the end of a step waits."""
         for call, waiting in self._waiting.items():
             error: RolloutBackendError | None = lease.lost
             if error is None and lease.is_silent and call in _STOPS:

@@ -1,10 +1,10 @@
-"""Ask ECR for which processors images were built, before a runtime is created for them.
+"""Read from ECR which processors an image was built for, before a runtime is created from it.
 
 Invariants:
 
-- What ECR does not answer is unknown, and stops nothing: an image that ECR does not find may come from a registry for
-  which the repository is a cache.
-- All answers together have a deadline, and each is read up to a limit.
+- An image without an answer from ECR is unknown, and stops nothing: the repository may be a cache of the registry
+  that has the image.
+- All requests share a deadline, and each answer is read up to a limit.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Engines:
         self.restart: asyncio.Task[None] | None = None
 
     async def url_for(self, params: Mapping[str, Any], routing_key: str, failed: Collection[str] = ()) -> str:
-        """Return the URL for a call with these sampling parameters: that of the router, or of an engine if the router
-        would drop some of them, reject the call, or repeat a grammar that ended an engine.
+        """Return the URL for a call with these sampling parameters: the router's, or an engine's if the router would
+        drop some of them, reject the call, or retry a grammar that crashed an engine.
 
         An engine that hangs or is in `failed` is selected only if there is no other.
 
