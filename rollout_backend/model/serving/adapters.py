@@ -11,7 +11,6 @@ Invariants:
 - The newest version of each loaded adapter stays on disk, because a restarted engine loads it again.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -174,10 +173,10 @@ async def load_on_engine(url: str, adapter: Adapter, engine: EngineName) -> None
     Raises:
         ServingError: the server did not load it, or the folder has changed.
     """
-    await asyncio.to_thread(adapter.weights.check_unchanged)
+    await adapter.weights.check()
     body = {"lora_name": adapter.engine_name, "lora_path": str(adapter.folder)}
     await control(url + _PATHS[engine][0], body, f"load the adapter {adapter.engine_name}", _TIMEOUT_S)
-    await asyncio.to_thread(adapter.weights.check_unchanged)
+    await adapter.weights.check()
 
 
 async def unload_from_engine(url: str, adapter: Adapter, engine: EngineName) -> None:

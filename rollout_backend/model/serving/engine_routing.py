@@ -241,10 +241,11 @@ class EngineRouting:
                 log.warning("%s keeps memory for the adapter %s: %s", engine.name, before.engine_name, why)
 
     async def _give_up_on(self, failed: Mapping[RoutedEngine, str], what: str) -> None:
-        """Remove the engines that failed to load something, and restart them."""
+        """Restart the engines that failed to load something, and remove them."""
         for engine, why in failed.items():
-            await self.remove(engine)
             engine.restart(f"{what}: {why}")
+        # Together, because a router that hangs takes its time for each.
+        await asyncio.gather(*map(self.remove, failed))
 
     async def _resume(self, engine: RoutedEngine) -> None:
         await resume_generation(engine.url, self.engine)

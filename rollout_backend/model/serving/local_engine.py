@@ -11,13 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base.addresses import host_port, is_loopback
 from rollout_backend.config import EngineName, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.errors import ConfigError, ServingError, StartupError
@@ -335,7 +335,7 @@ class LocalEngine:
         return host_port(self._host, free_port(self._host))
 
     async def start(self, rendezvous: str = "") -> None:
-        folder, size = await asyncio.to_thread(self._find_weights)
+        folder, size = await in_thread(self._find_weights, "weights")
         port = free_port(self._host)
         self.url = f"http://{host_port(self._host, port)}"
         node = ServerNode(self._host, port, self._first_gpu, self._rank, rendezvous)

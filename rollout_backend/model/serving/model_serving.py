@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base.disk import call_disk
 from rollout_backend.config import RelayConfig, RolloutConfig
 from rollout_backend.core.adapter import NamedAdapter
@@ -178,7 +179,7 @@ class ModelServing:
                 "model.path. Train the adapters, or remove serving.lora_rank"
             )
         async with self._updating:
-            weights = await asyncio.to_thread(self._weights.prepare, source)
+            weights = await in_thread(lambda: self._weights.prepare(source), "weights")
             began = time.monotonic()
             try:
                 failed = await self.engines.routing.update_weights(weights, lambda: self._weights.commit(weights))
@@ -222,7 +223,7 @@ class ModelServing:
         if self._config.serving.lora_rank is None:
             raise ConfigError("the engines take no adapters: set serving.lora_rank to the largest rank")
         async with self._updating:
-            adapter = await asyncio.to_thread(self._adapters.prepare, name, folder)
+            adapter = await in_thread(lambda: self._adapters.prepare(name, folder), "adapter")
 
             failed = await self.engines.routing.load_adapter(
                 adapter,

@@ -209,17 +209,18 @@ class Router:
         """Stop sending requests to `url`; requests in flight may finish. Does nothing for an unknown URL.
 
         Raises:
-            StartupError: the router did not remove the engine.
+            StartupError: the router did not remove the engine in time.
         """
-        worker_id = (await self.workers()).get(url)
-        if worker_id is None:
-            return
-        await self._call("DELETE", f"/workers/{worker_id}", missing_ok=True)
-        deadline = time.monotonic() + timeout_s
-        while url in await self.workers():
-            if time.monotonic() > deadline:
-                raise StartupError(f"the router still had the engine {url} {timeout_s:g} s after its removal")
-            await asyncio.sleep(_POLL_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                worker_id = (await self.workers()).get(url)
+                if worker_id is None:
+                    return
+                await self._call("DELETE", f"/workers/{worker_id}", missing_ok=True)
+                while url in await self.workers():  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise StartupError(f"the router did not remove the engine {url} within {timeout_s:g} s") from None
 
     async def workers(self) -> dict[str, str]:
         """Return the engines to which the router sends requests, as a map from URL to the router's id."""

@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base.addresses import host_port
 from rollout_backend.base.atomic_file import write_file
 from rollout_backend.base.disk import call_disk
@@ -76,6 +77,19 @@ class Weights:
                 f"{self.folder} has changed or is gone since it became version {self.version} of the weights: save "
                 "each checkpoint to its own folder, and keep it while its weights are the newest"
             )
+
+    async def check(self) -> int:
+        """Call `check_unchanged` and return the number of bytes, without blocking. Raises ServingError, also if the
+        folder's disk does not answer within `disk.DISK_S`."""
+
+        def read() -> int:
+            self.check_unchanged()
+            return self.size()
+
+        try:
+            return await call_disk(read)
+        except TimeoutError as error:
+            raise ServingError(f"{self.folder} cannot be read, because its disk hangs: {error.strerror}") from None
 
     def size(self) -> int:
         """Return the number of bytes."""
@@ -138,9 +152,10 @@ class WeightStore:
             return weights
         if self._in_memory:
             return Weights(version, None, tensors=model.copies(source, self._dtype))
-        folder, part = self._folder / str(version), self._folder / f".{version}"
+        # A thread whose caller was cancelled may still write its part.
+        folder, part = self._folder / str(version), self._folder / f".{version}.{uuid.uuid4().hex}"
         try:
-            for leftover in (folder, part):
+            for leftover in (folder, *self._folder.glob(f".{version}.*")):
                 shutil.rmtree(leftover, ignore_errors=True)
             part.mkdir(parents=True)
             model.write(source, part, self._dtype)
@@ -172,7 +187,8 @@ class WeightStore:
         """Delete the folders that this class wrote, except for the newest weights, as far as the disk permits it."""
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
-                if folder.name.lstrip(".").isdecimal() and (self.current is None or folder != self.current.folder):
+                version = folder.name.lstrip(".").partition(".")[0]
+                if version.isdecimal() and (self.current is None or folder != self.current.folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _read(self) -> tuple[int, Weights | None]:
@@ -224,9 +240,8 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig, bucke
         ServingError: the server did not load them, and may now have any weights: SGLang 0.5.23 restores them from the
             folder that it failed to load.
     """
-    await asyncio.to_thread(weights.check_unchanged)
     version = str(weights.version)
-    timeout_s = serving.startup_s(await asyncio.to_thread(weights.size))
+    timeout_s = serving.startup_s(await weights.check())
     async with control_client("load new weights", timeout_s) as http:
 
         async def post(path: str, body: Mapping[str, object]) -> None:
@@ -245,7 +260,7 @@ async def load_weights(url: str, weights: Weights, serving: ServingConfig, bucke
             reported = _fields(await reply.text(errors="replace")).get("weight_version")
     if reported != version:
         raise ServingError(f"it reports version {reported!r} of its weights after loading {version}")
-    await asyncio.to_thread(weights.check_unchanged)
+    await weights.check()
 
 
 def _fields(text: str) -> Mapping[str, object]:
@@ -391,7 +406,7 @@ async def send_tensors(
             tensors. It may now have some of them.
     """
     join_s = min(_JOIN_S, timeout_s / 2)
-    sender = await asyncio.to_thread(_Sender, url, tensors, ranks, timeout_s, bucket_bytes)
+    sender = await in_thread(lambda: _Sender(url, tensors, ranks, timeout_s, bucket_bytes), "sender")
     sender.start()
     group = {"group_name": sender.name}
     joining = {**group, "rank_offset": 1, "world_size": 1 + ranks, "backend": "gloo"}

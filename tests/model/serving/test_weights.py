@@ -1,12 +1,15 @@
 """New weights for engines that a run started, with engines that fail to load them in every way that was seen."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import socket
+import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -14,8 +17,11 @@ from aiohttp import web
 from adapters import save_model
 from builders import all_serve, eventually, generate
 from builders import served as serve_http
-from rollout_backend.errors import ConfigError, ServingError, WeightsMismatch, WeightUpdateFailed
+from rollout_backend.base import disk
+from rollout_backend.errors import ConfigError, ServingError, StartupError, WeightsMismatch, WeightUpdateFailed
+from rollout_backend.model.serving.engine_routing import EngineRouting, RoutedEngine
 from rollout_backend.model.serving.model_serving import ModelServing
+from rollout_backend.model.serving.router import EngineDirectory, Router
 from rollout_backend.model.serving.weights import ModelFolder, Weights, WeightStore, load_weights
 
 SHAPES = {"embed.weight": (8, 4), "norm.weight": (4,)}
@@ -208,3 +214,75 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="save_pretrained"):
         ModelFolder(tmp_path)
+
+
+async def test_a_disk_that_hangs_is_a_failure_of_the_engine(config, tmp_path, monkeypatch):
+    weights, free = Weights.of(1, save(tmp_path / "new")), threading.Event()
+    monkeypatch.setattr(disk, "DISK_S", 0.1)
+    monkeypatch.setattr(Path, "glob", lambda *_: free.wait(60))
+    with pytest.raises(ServingError, match="cannot be read, because its disk hangs"):
+        await load_weights("http://127.0.0.1:9", weights, config.serving)
+    free.set()
+
+
+def test_an_interrupted_update_does_not_disturb_the_next(config, monkeypatch):
+    """The thread of the first one still writes its weights when the second begins."""
+    store, began, go = WeightStore(config), threading.Event(), threading.Event()
+
+    def write(self, tensors, into, dtype):
+        [name] = tensors
+        if name == "first":
+            began.set()
+            go.wait(60)
+        else:
+            go.set()
+            first.join()
+        (into / "model.safetensors").write_text(name)
+
+    def interrupted():
+        with contextlib.suppress(ServingError):
+            store.prepare({"first": None})
+
+    monkeypatch.setattr(ModelFolder, "write", write)
+    first = threading.Thread(target=interrupted)
+    first.start()
+    began.wait(60)
+    weights = store.prepare({"second": None})
+    assert (weights.folder / "model.safetensors").read_text() == "second"
+    weights.check_unchanged()
+    store.prune()
+    assert not weights.folder.exists()
+
+
+async def test_engines_that_fail_together_are_removed_together(config, tmp_path):
+    removed, both = set(), asyncio.Event()
+
+    class SlowRouter(EngineDirectory):
+        async def remove(self, url):
+            removed.add(url)
+            if len(removed) == 2:
+                both.set()
+            await both.wait()
+
+    async def commit():
+        raise AssertionError
+
+    routing = EngineRouting(SlowRouter(config.router), config.serving)
+    routing.engines += [
+        RoutedEngine(f"engine-{i}", SimpleNamespace(url=f"http://127.0.0.1:{i + 1}")) for i in range(2)
+    ]
+    engines = [*routing.engines]
+    async with asyncio.timeout(60):
+        failed = await routing.update_weights(Weights.of(1, save(tmp_path / "new")), commit)
+        assert {engine.name for engine in engines} == failed.keys()
+        for engine in engines:
+            assert "version 1 of the weights" in await engine.wait_unfit()
+
+
+async def test_a_router_that_hangs_delays_a_removal_once(config, tmp_path):
+    class HungRouter(Router):
+        async def workers(self):
+            await asyncio.Event().wait()
+
+    with pytest.raises(StartupError, match=r"did not remove the engine http://a within 0\.1 s"):
+        await HungRouter(config.router, tmp_path / "router.log").remove("http://a", 0.1)
