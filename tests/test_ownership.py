@@ -174,7 +174,7 @@ LIMITED = {
     "model/gateway/engine/client.py": {"_post_abort"},  # `_end` limits the aborts that it sends
     "run/janitor/janitor_process.py": {"invoke", "stop"},  # `TimedCalls` is outside
     "model/relay/dialer.py": {"_forward"},  # `_call` limits each call
-    "model/relay/exchange.py": {"receive", "send_now", "_write"},  # the heartbeat of a WebSocket ends a silent one
+    "model/relay/exchange.py": {"send_now", "_write"},  # the heartbeat of a WebSocket ends a silent one
     "model/relay/relay_server.py": {"dialer"},  # answers a request, and calls nobody
     "run/lease.py": {"invoke", "stop"},  # `TimedCalls` is inside
     "run/services.py": {"_start"},  # each adapter limits its checks, some of which wait for a deployment

@@ -2,8 +2,8 @@
 
     python -m rollout_backend.model.relay.dialer < settings.json
 
-The dialer reconnects with back-off and jitter, and exits only if reconnecting is useless: the keys or versions
-differ, or another dialer has taken over.
+The dialer reconnects with back-off and jitter, and exits only if the relay says that reconnecting is useless: the
+keys or versions differ, or another dialer has taken over.
 
 It trusts the relay only with the traffic itself. The dialer checks which calls are allowed (`forwarding`), so a
 compromised relay cannot reach a control path or another server.
@@ -130,7 +130,7 @@ class Dialer(Exchange):
                 )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _NoLink(f"{settings.url} cannot be reached: {error!r}") from None
-        link = Link(socket)
+        link = Link(socket, settings.heartbeat_s)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 relay = await self._handshake(link)
@@ -142,9 +142,10 @@ class Dialer(Exchange):
             raise _NoLink(f"{settings.url} did not complete the handshake in time") from None
         except FrameError as error:
             await link.close(Close.BROKEN_FRAME, str(error))
-            raise RelayRefused(f"{settings.url} is not a relay: {error}") from None
+            # Another server may answer while the relay or its proxy restarts.
+            raise _NoLink(f"{settings.url} is not the expected relay: {error}") from None
         except RelayRefused:
-            await link.close(Close.WRONG_KEY)
+            await link.close(Close.WRONG_VERSION)
             raise
         if relay != self._relay:
             self.fail_calls(CallLost(502, "the relay restarted"))
@@ -163,7 +164,7 @@ class Dialer(Exchange):
         await link.send_now(hello)
         welcome = await link.receive()
         if not isinstance(welcome, Welcome) or not verify_relay(key, challenge, hello, welcome):
-            raise RelayRefused(f"{self._settings.url} does not know the key: it is not the expected relay")
+            raise FrameError("it does not know the key")
         return challenge.relay_id
 
     # --- calls --------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ WINDOW = 256 * 1024
 # Memory of a frame besides its data, so that many small frames count, too.
 _FRAME_COST = 256
 _ACK_EVERY = WINDOW // 4
+# A connection is lost if no message arrives as a whole during this many intervals of its pings.
+_HEARTBEATS = 4
 
 
 class Channel:
@@ -216,8 +218,10 @@ class CallLost(Exception):
 class Link:
     """One WebSocket. A background task sends the frames in order."""
 
-    def __init__(self, socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket: web.WebSocketResponse | aiohttp.ClientWebSocketResponse, heartbeat_s: float) -> None:
+        """`heartbeat_s` is the interval of its pings."""
         self._socket = socket
+        self._silence_s = _HEARTBEATS * heartbeat_s
         # Holds at most one window per call, including ended calls.
         self._outbox: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -241,7 +245,11 @@ class Link:
 
     async def receive(self, max_bytes: int = MAX_FRAME) -> Frame:
         """Return the next frame. Raises LinkClosed, or FrameError for an invalid message."""
-        message = await self._socket.receive()
+        try:
+            # This counts pongs. Without it, a frame that arrives byte by byte keeps the connection open for ever.
+            message = await self._socket.receive(timeout=self._silence_s)
+        except TimeoutError:
+            raise LinkClosed(None) from None
         match message.type:
             case aiohttp.WSMsgType.BINARY:
                 if len(message.data) > max_bytes:

@@ -127,7 +127,7 @@ class Relay(Exchange):
         socket = web.WebSocketResponse(
             heartbeat=self._settings.heartbeat_s, max_msg_size=MAX_FRAME, compress=False, timeout=CLOSE_TIMEOUT_S
         )
-        link = Link(socket)
+        link = Link(socket, self._settings.heartbeat_s)
         handshake_task = asyncio.current_task()
         assert handshake_task is not None
         if len(self._handshakes) >= _HANDSHAKES:

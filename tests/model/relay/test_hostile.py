@@ -9,7 +9,6 @@ from aiohttp import web
 
 from builders import eventually, skip
 from rollout_backend.base.waiting_connections import HEAD_S
-from rollout_backend.model.relay.dialer import RelayRefused
 from rollout_backend.model.relay.exchange import Close
 from rollout_backend.model.relay.protocol import (
     VERSION,
@@ -192,6 +191,8 @@ class FalseRelay:
         self.told: list[Resume] = []
         self.go = asyncio.Event()  # answers to calls wait for it
         self.go.set()
+        self.dials = 0
+        self.foreign: list[tuple[aiohttp.WSMsgType, bytes]] = []  # messages of another server, one for each dial
         self._key = key
         upstream.handle = self.relay
         self.url = upstream.url.replace("http", "ws")
@@ -202,6 +203,13 @@ class FalseRelay:
             return web.json_response(request.raw_path)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
+        self.dials += 1
+        self.transport = request.transport
+        if self.foreign:
+            kind, message = self.foreign.pop()
+            await socket.send_frame(message, kind)
+            await socket.receive()
+            return socket
         challenge = Challenge(VERSION, self.id, b"n" * 32)
         await socket.send_bytes(encode(challenge))
         self.said = decode((await socket.receive()).data)
@@ -222,14 +230,37 @@ async def false_relay(upstream, dial, key):
     return relay
 
 
-async def test_dialer_refuses_a_relay_without_the_key(dial, upstream, key):
+async def test_dialer_tells_a_relay_without_the_key_nothing(dial, upstream, key):
     """The relay admits the dialer, but cannot prove that it knows the key."""
     relay = FalseRelay(upstream, "another-key-" * 4)
     _, task = dial(relay.url, upstream.url)
-    with pytest.raises(RelayRefused, match="does not know the key"):
-        await task
+    await eventually(lambda: task.done() or relay.dials == 2)
+    assert not task.done()
     assert key.encode() not in encode(relay.said)
     assert relay.told == []
+
+
+async def test_messages_of_another_server_do_not_end_the_dialer(dial, upstream, key):
+    relay = FalseRelay(upstream, key)
+    relay.foreign = [(aiohttp.WSMsgType.TEXT, b"hello"), (aiohttp.WSMsgType.BINARY, encode(Resume(())))]
+    _, task = dial(relay.url, upstream.url)
+    await eventually(lambda: task.done() or relay.told)
+    assert relay.told == [Resume(())]
+
+
+async def test_dialer_leaves_a_relay_whose_message_never_ends(dial, upstream, key):
+    relay = FalseRelay(upstream, key)
+    dial(relay.url, upstream.url, heartbeat_s=0.1)
+    await relay.sockets.get()
+    transport = relay.transport
+    # The head of a binary message of 64 KiB.
+    transport.write(b"\x82\x7e\xff\xff")
+
+    async def has_left() -> bool:
+        transport.write(b"x")
+        return not relay.sockets.empty()
+
+    await eventually(has_left)
 
 
 async def answer_of(socket, call: int = 1) -> tuple[int, bytes]:

@@ -327,7 +327,7 @@ async def test_cancelled_calls_on_a_blocked_connection_use_bounded_memory(key):
 
     limit = 4 * WINDOW
     relay = Relay(RelaySettings(key=key), max_backlog_bytes=limit)
-    link = relay._link = Link(BlockedSocket())
+    link = relay._link = Link(BlockedSocket(), 15)
     link.on_written = relay._places.serve
     relay.linked.set()
     server = TestServer(relay.app, handler_cancellation=True)
