@@ -16,6 +16,7 @@ LAYERS = (
         "base.atomic_file",
         "base.fair_queue",
         "base.garbage_collection",
+        "base.giving_way",
         "base.local_keys",
         "base.logs",
         "base.names",

@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from rollout_backend.base.garbage_collection import own_thread_s
+from rollout_backend.base.giving_way import giving_way
 from rollout_backend.base.logs import report_failure
-from rollout_backend.model.rendering.text_encoder import giving_way
 
 _T = TypeVar("_T")
 _BURST_S, _MAX_PAUSE_S = 0.5, 30.0
@@ -181,9 +181,15 @@ class CpuShare:
         else:
             self._new_s += _REQUEST_S
 
-    async def _pay(self) -> None:
+    async def pace(self, limit_s: float = _MAX_PAUSE_S) -> None:
+        """Charge a request that is not counted, and wait until the session has paid for earlier ones, for at most
+        `limit_s`. Such requests do not wait for each other."""
+        self._used_s = self.used_s + _REQUEST_S
+        await self._pay(limit_s)
+
+    async def _pay(self, limit_s: float = _MAX_PAUSE_S) -> None:
         if (excess := self.used_s - _BURST_S) > 0:
-            await self._cpu.sleep(min(excess / self._cpu.rate, _MAX_PAUSE_S))
+            await self._cpu.sleep(min(excess / self._cpu.rate, limit_s))
 
     def is_free(self) -> bool:
         """Return whether the event loop may do brief work with the tokenizer for this session now."""

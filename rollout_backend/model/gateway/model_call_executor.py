@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from renderers import ParsedResponse
 
+from rollout_backend.base.giving_way import let_others_go_first
 from rollout_backend.core.images import check_pixels
 from rollout_backend.core.model_call import (
     NO_TOOL_PARSER,
@@ -610,6 +611,7 @@ class CallRenderer:
                 check_pixels(image)
             except ValueError as error:
                 raise ApiError(400, f"an image ({image.media_type}, {len(image.data)} bytes) {error}") from None
+            let_others_go_first()
 
     def stop_strings(self, call: ModelCall) -> StopStrings:
         silent = self.bundle.silent_token_ids if call.prompt is None else self._hidden(call)

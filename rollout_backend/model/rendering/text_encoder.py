@@ -11,18 +11,17 @@ Invariants:
 - The memory for words is bounded. One thread at a time encodes, and may do other work between two pieces.
 """
 
-import contextlib
 import itertools
 import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import models
 
+from rollout_backend.base.giving_way import let_others_go_first
 from rollout_backend.model.rendering.token_bytes import any_of
 
 logger = logging.getLogger(__name__)
@@ -53,25 +52,6 @@ _TRIAL_ALPHABET = [
     *"abcXYZ019 '\"\n\r\t.,:;!?-_/\\|<>{}[]()=+*&^%$#@~`\x00\x1c\x7f\v\f\u00e9\u4e2d\u3002\u0301",
     *("  ", "\n\n", "'s", "'LL", "word", " the", " \n"),
 ]
-
-
-_give_way: ContextVar[Callable[[], object] | None] = ContextVar("give_way", default=None)
-
-
-@contextlib.contextmanager
-def giving_way(to_others: Callable[[], object] | None) -> Iterator[None]:
-    """Within the context, this thread calls `to_others` after each string and each piece of a long one. `to_others`
-    may encode other strings."""
-    token = _give_way.set(to_others)
-    try:
-        yield
-    finally:
-        _give_way.reset(token)
-
-
-def _let_others_go_first() -> None:
-    if (give_way := _give_way.get()) is not None:
-        give_way()
 
 
 def accelerate(tokenizer: Any) -> None:
@@ -112,7 +92,7 @@ class TextEncoder:
                 self._backend.no_padding()
         if len(text) <= self._piece_chars and text.isascii() and not self._any_added.search(text):
             known = self._known(text)
-            _let_others_go_first()
+            let_others_go_first()
             return known
         ids: list[int] = []
         parts = [text] if options.get("split_special_tokens") else self._cuts.split(text)
@@ -125,7 +105,7 @@ class TextEncoder:
                     ids += self._encode(piece, **options)
                 else:
                     ids += self._known(piece) if piece.isascii() else self._new(piece)
-                _let_others_go_first()
+                let_others_go_first()
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ import random
 import pytest
 from PIL import Image as pillow
 
+from rollout_backend.base.giving_way import giving_way
 from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.model_call import ApiError
 from rollout_backend.model.dialects.base import RequestMemo
@@ -120,6 +121,16 @@ def test_images_of_the_whole_request_count(chat):
     assert len(same(memo, chat, body([*messages, USER])).images) == 1
     with pytest.raises(ApiError, match="more than 2 images"):
         memo.parse(chat, body([*messages, USER, shown, shown]))
+
+
+def test_others_go_first_after_each_image(chat):
+    file, others = io.BytesIO(), []
+    pillow.new("RGB", (8, 8)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    shown = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    with giving_way(lambda: others.append("go")):
+        chat.parse(body([shown, shown]))
+    assert len(others) == 2
 
 
 def test_a_dialect_whose_items_depend_on_each_other_is_parsed_whole():

@@ -10,6 +10,7 @@ from builders import Held, assistant, function_call, function_tool, tool_result,
 from rollout_backend.config import ExpertShape, ModelConfig
 from rollout_backend.core.model_call import Delta, ModelCall
 from rollout_backend.core.routed_experts import ExpertRows, unpack
+from rollout_backend.model.gateway.sessions import conversations
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions.calls import InFlightCall
 from rollout_backend.model.gateway.sessions.conversations import Conversations
@@ -189,8 +190,8 @@ def test_a_reply_that_is_left_out_stays_so_whatever_is_continued(bundle):
     session.say([ASK], "One two three.", left_out=True)
     session.say([ASK, assistant("One two"), NEXT])
     session.say([ASK, assistant("One two three."), OTHER])
-    for conversations in (session.live, session.replayed):
-        conversations.leave_out()
+    for each in (session.live, session.replayed):
+        each.leave_out()
     assert session.trained() == [["Done.<|im_end|>"], ["Done.<|im_end|>"]]
     assert session.rows(session.live) == session.rows(session.replayed)
 
@@ -309,3 +310,20 @@ def test_a_closed_stream_that_no_call_continues_is_counted_and_not_trained(play)
     held.go.set()
     assert len(row.turns) == 1
     assert gateway.stats().undelivered == 1
+
+
+def test_a_message_is_compared_with_a_limited_number_of_tokens(bundle, monkeypatch):
+    read = []
+
+    def counted(*args):
+        read.append(len(args[3].token_ids))
+        return read_tokens(*args)
+
+    monkeypatch.setattr(conversations, "read_tokens", counted)
+    monkeypatch.setattr(conversations, "_COMPARED_TOKENS", 1000)
+    session = Session(bundle)
+    for _ in range(20):
+        session.say([ASK], SAMPLED, FULL)
+    # It begins like each of the replies, and is the beginning of none.
+    session.live.prepare([ASK, assistant(CONTENT[:3], tool_calls=[FIRST]), RESULT], TOOLS)
+    assert 1000 < sum(read) < 4000

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from agent_wrapper.contract import ImageSpan, Segment
+from rollout_backend.base.giving_way import let_others_go_first
 from rollout_backend.config import ExpertShape
 from rollout_backend.core.images import Image, PlacedImage, collapse_images, image_names
 from rollout_backend.core.model_call import ModelCall
@@ -54,6 +55,7 @@ _CACHE_MIN_TOKENS, _CACHE_SHARE = 256, 0.5
 _KEPT = 4
 # Limits the replies to one question that are compared with what came back, and the closed streams kept.
 _EQUALS = 64
+_COMPARED_TOKENS = 500_000
 # Replaces the digest of the tools if the agent wrote the prompt as text or tokens.
 _TEXT = b"text"
 
@@ -527,8 +529,12 @@ class Conversations:
     def _part_read(
         self, numbers: Sequence[int], back: Message, tools: Tools, defaults: Defaults
     ) -> tuple[int, int] | None:
-        """Return the number of the latest reply that `back` begins, and how many of its tokens that is."""
+        """Return the number of the latest reply that `back` begins, and how many of its tokens that is. Only so many
+        replies are compared that about `_COMPARED_TOKENS` tokens are read."""
+        compared: list[int] = []
         for number in reversed(numbers[-_EQUALS:]):
+            if sum(compared) > _COMPARED_TOKENS:
+                return None
             reply = self._sampled[number]
             ids = reply.ids
             if reply.prompt is not None:
@@ -540,13 +546,17 @@ class Conversations:
             for choice in ("auto", "none") if tools else ("none",):
                 call = ModelCall("", (), tools=tools, tool_choice=choice)
 
-                read = partial(self._read, call, prompt, ids)
+                read = partial(self._read, call, prompt, ids, compared)
                 tokens = count_tokens_read(back, len(ids), read, partial(self._decode, ids), defaults)
                 if tokens is not None:
                     return number, tokens
         return None
 
-    def _read(self, call: ModelCall, prompt: IntArray, ids: IntArray, n: int, with_word: bool) -> Message:
+    def _read(
+        self, call: ModelCall, prompt: IntArray, ids: IntArray, compared: list[int], n: int, with_word: bool
+    ) -> Message:
+        compared.append(n)
+        let_others_go_first()
         read = (*ids[:n], *(self._bundle.marker_ids(PROBE) if with_word else ()))
         return read_tokens(self._bundle, call, prompt, Completion(read, (None,) * len(read)))[0].message
 

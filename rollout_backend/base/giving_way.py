@@ -1,0 +1,24 @@
+"""Let long work in a thread give way to other work of the same thread, between its parts."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+_give_way: ContextVar[Callable[[], object] | None] = ContextVar("give_way", default=None)
+
+
+@contextlib.contextmanager
+def giving_way(to_others: Callable[[], object] | None) -> Iterator[None]:
+    """Within the context, `let_others_go_first` calls `to_others`."""
+    token = _give_way.set(to_others)
+    try:
+        yield
+    finally:
+        _give_way.reset(token)
+
+
+def let_others_go_first() -> None:
+    """Let this thread do other work that goes first. Call it after each text, image or reply that is read, where no
+    state is shared with the same work for another session."""
+    if (give_way := _give_way.get()) is not None:
+        give_way()
