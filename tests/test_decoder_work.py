@@ -23,7 +23,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from renderers import ParsedResponse
+from renderers import ParsedResponse, ParsedToolCall
 
 from agent_wrapper.contract import Announcement, ContractError, Rollout, readable
 from agent_wrapper.contract.codec import unpack
@@ -176,7 +176,15 @@ def dropped_calls(n: int) -> None:
     assert content.count("</tool_call>") == n
 
 
-@pytest.mark.parametrize("cost", [repeated_line, malformed_calls, dropped_calls])
+def numbered_calls(n: int) -> None:
+    """Of the numbers for new ids, which a model repeats, the conversation has the first."""
+    calls = [ParsedToolCall(raw="{}", name="f", arguments={}, id="f:0")] * (n // 20)
+    earlier = {"f:0", *(f"f:{i}" for i in range(n // 20, n // 10))}
+    reply = read_reply(ParsedResponse(content="", tool_calls=calls), "", CALL, Completion((1,), (None,)), earlier)
+    assert earlier.isdisjoint(call["id"] for call in reply.message["tool_calls"])
+
+
+@pytest.mark.parametrize("cost", [repeated_line, malformed_calls, dropped_calls, numbered_calls])
 def test_a_text_of_a_model_or_a_container_takes_linear_work(cost):
     """Quadratic work would be 400 times as much."""
     assert work(cost, 40_000) <= 100 * max(work(cost, 2_000), 1e-4)
@@ -214,7 +222,7 @@ def test_a_call_takes_no_more_work_after_many_calls(lengths):
 
 
 def test_a_reply_writes_no_warnings_to_the_log():
-    read = 'typed("[" + "1if 1else " * 2_000 + "1]", {"type": "array"}, None)'
-    program = f"from rollout_backend.model.rendering.tool_call_reader import typed; {read}"
+    read = 'ArgumentTypes().typed("[" + "1if 1else " * 2_000 + "1]", {"type": "array"}, None)'
+    program = f"from rollout_backend.model.rendering.tool_call_reader import ArgumentTypes; {read}"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stderr
     assert "SyntaxWarning" not in said

@@ -33,6 +33,7 @@ from pydantic_core import from_json
 
 from agent_wrapper.contract import ContractError
 from agent_wrapper.contract.codec import check_json
+from rollout_backend.base.giving_way import let_others_go_first
 from rollout_backend.core.images import Image, ImageLimits, read_image
 from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 
@@ -102,8 +103,9 @@ _NESTED = {
 _KEPT = 4
 # Compare this many bytes at the end before digesting the whole text.
 _TAIL = 64
-# The start of a body, up to its messages. Only plain values may precede them.
-_BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*"%s"\s*:\s*(?=\[)'
+# The start of a body, up to its messages. Only plain values may precede them. The expression keeps no state for each,
+# because a body may have a million.
+_BEGIN = rb'\s*\{\s*(?:"\w+"\s*:\s*(?:"[^"\\]*"|[\w.+-]+)\s*,\s*)*+"%s"\s*:\s*(?=\[)'
 _NEXT = re.compile(rb"\s*,\s*")
 _DECODER = json.JSONDecoder()
 
@@ -442,6 +444,8 @@ class ImageReader:
         except ValueError as error:
             raise refused(where, str(error)) from None
         self.found[image.sha256] = image
+        # Converting one takes up to a second.
+        let_others_go_first()
         return image
 
 

@@ -49,7 +49,7 @@ from rollout_backend.model.rendering.reasoning import THINK, markers_in, split
 from rollout_backend.model.rendering.selection import Create, KnownModels, Selection, choose, complete
 from rollout_backend.model.rendering.text_encoder import accelerate
 from rollout_backend.model.rendering.token_bytes import decode, token_bytes
-from rollout_backend.model.rendering.tool_call_reader import FORMATS, USABLE, CallFormat, schema_of, typed_literals
+from rollout_backend.model.rendering.tool_call_reader import FORMATS, USABLE, ArgumentTypes, CallFormat
 
 logger = logging.getLogger(__name__)
 
@@ -633,6 +633,11 @@ class _GemmaArguments(_ArgumentParser):  # type: ignore[misc]
 class _Gemma4(Gemma4Renderer):  # type: ignore[misc]
     """Converts values without string delimiters by their schema, like those of other formats."""
 
+    def parse_response(self, token_ids: Sequence[int], *, tools: Any = None, **more: Any) -> ParsedResponse:
+        self._types = ArgumentTypes(tools)
+        parsed: ParsedResponse = super().parse_response(token_ids, tools=tools, **more)
+        return parsed
+
     def _parse_tool_call(self, raw: str, span: tuple[int, int], tools: Any) -> ParsedToolCall:
         call: ParsedToolCall = super()._parse_tool_call(raw, span, tools)
         if call.status not in USABLE:
@@ -643,8 +648,8 @@ class _Gemma4(Gemma4Renderer):  # type: ignore[misc]
             return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
         if _ODD_NAME.search(call.name):
             return replace(call, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
-        schema = schema_of(call.name, tools)
-        return replace(call, arguments=typed_literals(arguments, _RawLiteral, schema, schema))
+        schema = self._types.schemas.get(call.name)
+        return replace(call, arguments=self._types.typed_literals(arguments, _RawLiteral, schema, schema))
 
 
 class _Hy3(_EndsReasoningAtACall, Hy3Renderer):  # type: ignore[misc]

@@ -23,7 +23,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
@@ -178,26 +178,27 @@ def _before(stop: str, text: str) -> str:
 def _tool_calls(parsed: Sequence[Any], earlier_ids: Collection[str]) -> list[dict[str, Any]]:
     """Return the calls of a reply, with ids that are unique in the conversation: agents look results up by id."""
     calls: list[dict[str, Any]] = []
-    taken = set(earlier_ids)
+    taken, numbers = set(earlier_ids), count(len(earlier_ids))
     for each in parsed:
         arguments = each.arguments
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        call_id = _unused_id(each.id, taken) if each.id else f"call_{uuid4().hex[:24]}"
+        call_id = _unused_id(each.id, taken, numbers) if each.id else f"call_{uuid4().hex[:24]}"
         taken.add(call_id)
         function = {"name": each.name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
     return calls
 
 
-def _unused_id(sampled: str, taken: Collection[str]) -> str:
-    """Return the sampled id, or an unused one in its format: templates print ids, and refuse other formats."""
+def _unused_id(sampled: str, taken: Collection[str], numbers: Iterator[int]) -> str:
+    """Return the sampled id, or an unused one in its format: templates print ids, and refuse other formats. `numbers`
+    are those that may be unused."""
     if sampled not in taken:
         return sampled
     name, _, number = sampled.rpartition(":")
     if name and number.isdigit():
         # Kimi numbers the calls of a conversation.
-        return next(each for n in count(len(taken)) if (each := f"{name}:{n}") not in taken)
+        return next(each for n in numbers if (each := f"{name}:{n}") not in taken)
     return uuid4().hex[:_MISTRAL_ID]
 
 

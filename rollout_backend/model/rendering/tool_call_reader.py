@@ -19,10 +19,10 @@ import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from renderers import ParsedToolCall, ToolCallParseStatus
 
@@ -35,6 +35,8 @@ NOTHING = (None, "")
 _UNIONS = ("anyOf", "oneOf", "allOf")
 # An agent's schema may refer to itself from any number of branches.
 _MAX_PARTS = 1000
+# Parts and values of schemas that are examined for one reply.
+_MAX_WORK = 50_000
 _TYPED = frozenset({"type", "enum", "const"})
 # The templates of Qwen3.5 and Nemotron 3 print these.
 _LITERALS = {"True": True, "False": False, "None": None}
@@ -242,14 +244,14 @@ def read_calls(
 
     Unless `text` is the `whole` reply, text whose meaning may still change counts as an unclosed call.
     """
-    text = _Unlocated(text)
+    text, types = _Unlocated(text), ArgumentTypes(tools)
     said: list[str] = []
     calls: list[ParsedToolCall] = []
     read: Any = _READERS[type(form)]
     at = 0
     while (begin := text.find(form.start, at)) >= 0:
         said.append(form.frame.sub("", text[at:begin]))
-        found, at = read(form, text, begin, tools, whole)
+        found, at = read(form, text, begin, types, whole)
         calls += found
         if found[0].status != ToolCallParseStatus.OK and (whole or at < len(text)):
             said.append(text[begin:at])
@@ -260,7 +262,7 @@ def read_calls(
     return "".join([*said, rest]), calls
 
 
-def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) -> _Read:
+def _read_json(form: CallFormat, text: str, at: int, types: "ArgumentTypes", whole: bool) -> _Read:
     begin = form.begin.match(text, at)
     if begin is None:
         return _malformed(form, text, at)
@@ -274,7 +276,7 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
     end = form.end.match(text, after)
     if named:
         name = begin["name"].strip()
-        value = {"name": _without_namespace(name, tools) if form is _KIMI else name, "arguments": value}
+        value = {"name": _without_namespace(name, types.schemas) if form is _KIMI else name, "arguments": value}
     entries = value if form.is_list and isinstance(value, list) else [value]
     if end is None or not entries or not all(isinstance(entry, dict) for entry in entries):
         return _malformed(form, text, at)
@@ -286,9 +288,8 @@ def _read_json(form: CallFormat, text: str, at: int, tools: Tools, whole: bool) 
     return broken[:1] or calls, end.end()
 
 
-def _without_namespace(name: str, tools: Tools) -> str:
+def _without_namespace(name: str, declared: Collection[str]) -> str:
     """Return the name of the tool that Kimi calls. A declared name may have dots itself."""
-    declared = {tool["function"]["name"] for tool in tools or ()}
     plain = name.removeprefix("functions.")
     return next((each for each in (name, plain, name.partition(".")[2]) if each in declared), plain)
 
@@ -309,7 +310,7 @@ def _json_call(raw: str, call: dict[str, Any]) -> ParsedToolCall:
     return ParsedToolCall(raw=raw, name=name, arguments=arguments, status=status)
 
 
-def _read_python(form: PythonFormat, text: str, at: int, tools: Tools, whole: bool) -> _Read:
+def _read_python(form: PythonFormat, text: str, at: int, types: "ArgumentTypes", whole: bool) -> _Read:
     begin = at + len(form.start)
     stop = text.find(form.stop, begin)
     try:
@@ -367,12 +368,12 @@ def _python_string(literal: str) -> str:
     return re.sub(r"\\(.)|[\n\r\0]", spelled, literal, flags=re.DOTALL)
 
 
-def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bool) -> _Read:
+def _read_tagged(form: TaggedFormat, text: str, at: int, types: "ArgumentTypes", whole: bool) -> _Read:
     begin = form.begin.match(text, at)
     if begin is None:
         return _malformed(form, text, at)
     name = begin["name"].strip()
-    schema = schema_of(name, tools)
+    schema = types.schemas.get(name)
     well_formed = schema is not None or _PLAIN_NAME.fullmatch(name) is not None
     after = begin.end()
     arguments: dict[str, Any] = {}
@@ -384,11 +385,11 @@ def _read_tagged(form: TaggedFormat, text: str, at: int, tools: Tools, whole: bo
         if close is None:
             return _unclosed(text, at)
         key, value = parameter["key"].strip(), text[parameter.end() : close.start()]
-        declared = _property(schema, key, schema)
+        declared = types.property(schema, key, schema)
         well_formed &= key not in arguments and not _opens(form, value)
         well_formed &= declared is not None or _PLAIN_NAME.fullmatch(key) is not None
         if "string" not in form.parameter.groupindex:
-            arguments[key] = typed(value, declared, schema)
+            arguments[key] = types.typed(value, declared, schema)
         else:
             arguments[key] = value if parameter["string"] == "true" else _json_or_text(value)
         after = close.end(1)
@@ -444,46 +445,121 @@ def _opens(form: TaggedFormat, value: str) -> bool:
 # --- types --------------------------------------------------------------------------------------------------
 
 
-def typed(text: str, schema: Any, root: Any) -> Any:
-    """Convert `text` to a value according to its JSON schema. `root` resolves the schema's references.
+class _Type(NamedTuple):
+    """What a schema allows: these strings, values of these kinds, and items with this schema."""
 
-    If the schema allows strings, the text is converted only if it is valid for another allowed type. As in engines,
-    `null` is null if that is allowed.
+    strings: frozenset[str]
+    kinds: frozenset[str]
+    items: Any
 
-    An object or array may be written in Python's syntax. Other text stays text, even if the schema allows no string:
-    as in engines, the tool refuses it, and the model can correct its call.
+
+class ArgumentTypes:
+    """What a call's tools declare about their arguments. Use a new object for each reply.
+
+    A reply may have thousands of arguments, so each schema is examined once, and at most `_MAX_WORK` parts and values
+    are examined in all. Further arguments count as undeclared.
     """
-    branches = list(_branches(schema, root))
-    members = [member for branch in branches for member in _members(branch)]
-    if text in [member for member in members if isinstance(member, str)]:
-        return text
-    kinds = {kind for branch in branches for kind in _kinds(branch)}
-    value = _LITERALS[text] if text in _LITERALS and "string" not in kinds and kinds else _json_or_text(text)
-    if not kinds:
-        return text if isinstance(value, str) else value
-    if value is text and "string" not in kinds:
-        literal = _python_literal(text)
-        return literal if kinds & _kinds_of(literal) else text
-    return value if "string" not in kinds or kinds & _kinds_of(value) - {"string"} else text
 
+    def __init__(self, tools: Tools = None) -> None:
+        self.schemas: dict[str, Any] = {}
+        """The schema of each tool's arguments, by the tool's name."""
+        for tool in tools or ():
+            self.schemas.setdefault(tool["function"]["name"], tool["function"].get("parameters"))
+        self._left = _MAX_WORK
+        # By the ids of a schema and its root, which exist as long as the tools.
+        self._types: dict[tuple[int, int], _Type] = {}
+        self._properties: dict[tuple[int, int], tuple[dict[str, Any], Any]] = {}
 
-def typed_literals(value: Any, kind: type[str], schema: Any, root: Any) -> Any:
-    """Convert the strings of type `kind` within `value` as `typed` does."""
-    if isinstance(value, kind):
-        return typed(str(value), schema, root)
-    if isinstance(value, dict):
-        return {key: typed_literals(item, kind, _property(schema, key, root), root) for key, item in value.items()}
-    if isinstance(value, list):
-        items = next((branch["items"] for branch in _branches(schema, root) if "items" in branch), None)
-        return [typed_literals(item, kind, items, root) for item in value]
-    return value
+    def typed(self, text: str, schema: Any, root: Any) -> Any:
+        """Convert `text` to a value according to its JSON schema. `root` resolves the schema's references.
 
+        If the schema allows strings, the text is converted only if it is valid for another allowed type. As in
+        engines, `null` is null if that is allowed.
 
-def schema_of(name: str, tools: Tools) -> Any:
-    """Return the schema of a tool's arguments, or None."""
-    return next(
-        (tool["function"].get("parameters") for tool in tools or () if tool["function"]["name"] == name), None
-    )
+        An object or array may be written in Python's syntax. Other text stays text, even if the schema allows no
+        string: as in engines, the tool refuses it, and the model can correct its call.
+        """
+        strings, kinds, _ = self._type(schema, root)
+        if text in strings:
+            return text
+        value = _LITERALS[text] if text in _LITERALS and "string" not in kinds and kinds else _json_or_text(text)
+        if not kinds:
+            return text if isinstance(value, str) else value
+        if value is text and "string" not in kinds:
+            literal = _python_literal(text)
+            return literal if kinds & _kinds_of(literal) else text
+        return value if "string" not in kinds or kinds & _kinds_of(value) - {"string"} else text
+
+    def typed_literals(self, value: Any, kind: type[str], schema: Any, root: Any) -> Any:
+        """Convert the strings of type `kind` within `value` as `typed` does."""
+        if isinstance(value, kind):
+            return self.typed(str(value), schema, root)
+        if isinstance(value, dict):
+            return {
+                key: self.typed_literals(item, kind, self.property(schema, key, root), root)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            items = self._type(schema, root).items
+            return [self.typed_literals(item, kind, items, root) for item in value]
+        return value
+
+    def property(self, schema: Any, key: str, root: Any) -> Any:
+        """Return the schema of an argument, or None."""
+        if (id(schema), id(root)) not in self._properties:
+            named: dict[str, Any] = {}
+            others: Any = None
+            for part in self._parts(schema, root):
+                properties, more = part.get("properties"), part.get("additionalProperties")
+                if isinstance(properties, Mapping):
+                    self._left -= len(properties)
+                    for name, value in properties.items():
+                        named.setdefault(name, value)
+                others = more if others is None and isinstance(more, Mapping) else others
+            self._properties[id(schema), id(root)] = named, others
+        named, others = self._properties[id(schema), id(root)]
+        return named.get(key, others)
+
+    def _type(self, schema: Any, root: Any) -> _Type:
+        if (id(schema), id(root)) not in self._types:
+            branches = list(self._branches(schema, root))
+            members = [member for branch in branches for member in _members(branch)]
+            self._left -= len(members)
+            self._types[id(schema), id(root)] = _Type(
+                frozenset(member for member in members if isinstance(member, str)),
+                frozenset(kind for branch in branches for kind in _kinds(branch)),
+                next((branch["items"] for branch in branches if "items" in branch), None),
+            )
+        return self._types[id(schema), id(root)]
+
+    def _branches(self, schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
+        """Yield the alternative schemas that name types or values, without references."""
+        for part in self._parts(schema, root, lambda part: "$ref" in part or _TYPED.isdisjoint(part)):
+            if part.get("nullable") is True:
+                yield {"type": "null"}
+            if "$ref" not in part and not _TYPED.isdisjoint(part):
+                yield part
+
+    def _parts(
+        self, schema: Any, root: Any, has_parts: Callable[[Mapping[str, Any]], bool] = lambda part: True
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield a schema and the schemas of its references and unions, each once, at most `_MAX_PARTS`. `has_parts`
+        returns whether to continue with the references and unions of a schema."""
+        rest, seen = [schema], set[int]()
+        for _ in range(_MAX_PARTS):
+            if not rest or self._left <= 0:
+                return
+            part = rest.pop()
+            self._left -= 1
+            if not isinstance(part, Mapping) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            yield part
+            if has_parts(part):
+                below = [branch for union in _UNIONS for branch in _listed(part.get(union))[:_MAX_PARTS]]
+                self._left -= len(below)
+                rest += reversed(below)
+                rest += [_resolved(part["$ref"], root)] if "$ref" in part else []
 
 
 def _json_or_text(text: str) -> Any:
@@ -512,48 +588,8 @@ def loads(text: str) -> Any:
     return _DECODER.decode(text)
 
 
-def _branches(schema: Any, root: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the alternative schemas that name types or values, without references."""
-    for part in _parts(schema, root, lambda part: "$ref" in part or _TYPED.isdisjoint(part)):
-        if part.get("nullable") is True:
-            yield {"type": "null"}
-        if "$ref" not in part and not _TYPED.isdisjoint(part):
-            yield part
-
-
-def _property(schema: Any, key: str, root: Any) -> Any:
-    """Return the schema of an argument, or None."""
-    others: Any = None
-    for part in _parts(schema, root):
-        properties, more = part.get("properties"), part.get("additionalProperties")
-        if isinstance(properties, Mapping) and key in properties:
-            return properties[key]
-        others = more if others is None and isinstance(more, Mapping) else others
-    return others
-
-
-def _parts(
-    schema: Any, root: Any, has_parts: Callable[[Mapping[str, Any]], bool] = lambda part: True
-) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and the schemas of its references and unions, each once, at most `_MAX_PARTS`. `has_parts`
-    returns whether to continue with the references and unions of a schema."""
-    rest, seen = [schema], set[int]()
-    for _ in range(_MAX_PARTS):
-        if not rest:
-            return
-        part = rest.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        if has_parts(part):
-            below = [branch for union in _UNIONS for branch in _listed(part.get(union))[:_MAX_PARTS]]
-            rest += reversed(below)
-            rest += [_resolved(part["$ref"], root)] if "$ref" in part else []
-
-
 def _resolved(reference: object, root: Any) -> Any:
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _MAX_PARTS:
         return {}
     for part in filter(None, reference[1:].split("/")):
         name = part.replace("~1", "/").replace("~0", "~")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rollout_backend.model.rendering import tool_call_reader
-from rollout_backend.model.rendering.tool_call_reader import FORMATS, read_calls, typed
+from rollout_backend.model.rendering.tool_call_reader import FORMATS, ArgumentTypes, read_calls
 
 ROOT = {
     "$defs": {
@@ -70,7 +70,7 @@ DSML = (
     ],
 )
 def test_a_value_has_a_declared_type(schema, text, value):
-    found = typed(text, schema, ROOT)
+    found = ArgumentTypes().typed(text, schema, ROOT)
     assert (found, type(found)) == (value, type(value))
 
 
@@ -120,6 +120,17 @@ def test_a_schema_that_refers_to_itself_from_many_branches_is_read_once(union):
     pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>1</arg_value>" for key in "bc")
     _, (call,) = read_calls(FORMATS["glm"], f"<tool_call>f{pairs}</tool_call>", tools)
     assert call.arguments == {"b": "1", "c": 1}
+
+
+@pytest.mark.parametrize("keys", [["a"] * 2000, [f"a{i}" for i in range(2000)]], ids=["the same", "different ones"])
+def test_thousands_of_arguments_do_not_multiply_the_work_on_their_schema(keys):
+    Counted.reads = 0
+    union = {"anyOf": [Counted({"type": "integer"}) for _ in range(900)]}
+    parameters = {"$defs": {"a": union}, "properties": {key: {"$ref": "#/$defs/a"} for key in keys}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>1</arg_value>" for key in keys)
+    _, (call,) = read_calls(FORMATS["glm"], f"<tool_call>f{pairs}</tool_call>", tools)
+    assert call.arguments == dict.fromkeys(keys, 1)
 
 
 PIECES = {
