@@ -208,6 +208,29 @@ def test_each_call_of_a_client_ends_in_time():
     assert {path: functions for path, functions in found.items() if functions} == LIMITED
 
 
+POOLED = {
+    "model/gateway/server.py",  # `CallTraces.close` ends in time
+    "agents/runtimes/kubernetes/api.py",  # reads a kubeconfig, before the run
+    "run/checks/examination.py",  # before the run, as are the next
+    "run/checks/public_address.py",
+    "run/janitor/janitor_process.py",  # `select` and `wait` with a limit
+    "run/scoring/rollout_scorer.py",  # packs and unpacks in memory
+    "run/scoring/worker.py",  # a process of its own
+    "run/scoring/worker_pool.py",  # files of this machine
+}
+"""Modules of a run whose work in asyncio's own threads ends: these also resolve the names of all hosts."""
+
+
+def test_work_that_may_hang_has_threads_of_its_own():
+    found = {
+        str(path.relative_to(ROOT / "rollout_backend"))
+        for path in BACKEND
+        if path.relative_to(ROOT / "rollout_backend").parts[0] in ("agents", "model", "run")
+        and "to_thread(" in path.read_text()
+    }
+    assert found == POOLED
+
+
 def test_one_module_makes_the_clients_of_aws():
     """It limits each call. The janitor and the wrapper set their timeouts themselves."""
     made = {

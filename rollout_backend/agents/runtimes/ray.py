@@ -13,16 +13,19 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from tenacity import wait_fixed
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.agents.runtimes.base import CleanupSpec
 from rollout_backend.agents.runtimes.process.control import KILL_S, pipe_of, send_stop
 from rollout_backend.agents.runtimes.process.runtime import CommandRuntime, ProcessRuntime
 from rollout_backend.agents.runtimes.process.session import ProcessSession
 from rollout_backend.base.logs import report_failure
+from rollout_backend.base.retry import retry
 from rollout_backend.config import RayConfig
 from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.session_ends import SessionEnd
@@ -34,6 +37,9 @@ from rollout_backend.errors import (
 
 # The time limit for scheduling the check.
 _CHECK_S = 30.0
+# Ray gives up a call to its head after 60 s, and a connection later.
+_ASK_S = 120.0
+_T = TypeVar("_T")
 
 
 class _SessionActor:
@@ -93,6 +99,18 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="warning")
 
 
+async def _ask(call: Callable[[], _T]) -> _T:
+    """Make a call to the cluster's head in its own thread, because a head that hangs would hold those that resolve
+    host names. Raises TimeoutError if there is no answer in time."""
+    async with asyncio.timeout(_ASK_S):
+        return await in_thread(call, "ray")
+
+
+async def _ask_again(call: Callable[[], _T]) -> _T:
+    """Make a call like `_ask`, and repeat it until the head answers: a fault of the head must not end the run."""
+    return await retry(lambda: _ask(call), (RayError, TimeoutError), wait_fixed(1))
+
+
 class RayRuntime(CommandRuntime):
     """The sessions of one run."""
 
@@ -107,23 +125,25 @@ class RayRuntime(CommandRuntime):
     @classmethod
     async def open(cls, config: RayConfig, on_status: Callable[[str], object] = lambda text: None) -> Self:
         try:
-            await asyncio.to_thread(_connect, config.address)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+            await _ask(lambda: _connect(config.address))
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            why = str(error) or f"it is silent for {_ASK_S:g} s"
             raise PreflightError(
-                f"runtime.address: no Ray cluster answers at {config.address} ({error}): start Ray, or correct it"
+                f"runtime.address: no Ray cluster answers at {config.address} ({why}): start Ray, or correct it"
             ) from None
         return cls(config, (config.session_logs or Path("sessions")).absolute())
 
     async def check(self, session_s: float = 0.0) -> Sequence[CheckResult] | None:
-        config, total = self._config, await asyncio.to_thread(ray.cluster_resources)
+        config, total = self._config, await _ask(ray.cluster_resources)
         for name, amount in {"CPU": config.num_cpus, **config.resources}.items():
             if total.get(name, 0) < amount:
                 raise PreflightError(
                     f"runtime.{'num_cpus' if name == 'CPU' else 'resources'}: a session needs {amount:g} of {name}, "
                     f"and the Ray cluster has {total.get(name, 0):g}: start machines with it"
                 )
-        await asyncio.to_thread(_check_labels, config.node_labels)
-        ref = ray.remote(_check_on_a_node).options(**self._placement()).remote(config, self._folder)
+        await _ask(lambda: _check_labels(config.node_labels))
+        check = ray.remote(_check_on_a_node).options(**self._placement())
+        ref = await _ask(lambda: check.remote(config, self._folder))
         limit_s = min(_CHECK_S, config.start_timeout_s)
         try:
             async with asyncio.timeout(limit_s):
@@ -189,13 +209,17 @@ class RayRuntime(CommandRuntime):
         )
         placed = False
         try:
-            actor = await asyncio.to_thread(actor_class.remote, config, self._folder, session_id, payload)
-            self._actors[session_id] = actor
             async with asyncio.timeout(config.start_timeout_s):
+                actor = await _ask(lambda: actor_class.remote(config, self._folder, session_id, payload))
+                self._actors[session_id] = actor
                 await actor.__ray_ready__.remote()
                 placed = True
                 failed = await actor.start.remote()
         except TimeoutError:
+            if session_id not in self._actors:
+                raise OutcomeUnknown(
+                    "the head of the Ray cluster did not answer, and may start the session"
+                ) from None
             raise RuntimeUnavailable(
                 f"the Ray cluster has not started the session within {config.start_timeout_s:g} s "
                 f"(runtime.start_timeout_s): {'its agent starts slowly' if placed else 'its machines are full'}",
@@ -224,7 +248,7 @@ class RayRuntime(CommandRuntime):
             if session_id not in self._starts:
                 # The session is unknown, or an earlier trainer started it.
                 stop_other = session_stopper(self.cleanup_spec().options)
-                await asyncio.to_thread(stop_other, session_id)
+                await in_thread(lambda: stop_other(session_id), "ray")
                 return
             await asyncio.wait({self._starts[session_id]})
             async with asyncio.timeout(limit_s):
@@ -238,16 +262,20 @@ class RayRuntime(CommandRuntime):
 
     async def watch_sessions(self, run_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         async with asyncio.TaskGroup() as group:
-            for named in await asyncio.to_thread(ray.util.list_named_actors, True):
-                if named["namespace"] == self._namespace and named["name"] not in self._starts:
-                    group.create_task(self._watch_earlier(named["name"], on_end))
+            group.create_task(self._find_earlier(group, on_end))
             while True:
                 on_end(await self._ends.get())
+
+    async def _find_earlier(self, group: asyncio.TaskGroup, on_end: Callable[[SessionEnd], None]) -> None:
+        """Watch the sessions that an earlier trainer started."""
+        for named in await _ask_again(lambda: ray.util.list_named_actors(True)):
+            if named["namespace"] == self._namespace and named["name"] not in self._starts:
+                group.create_task(self._watch_earlier(named["name"], on_end))
 
     async def _watch_earlier(self, session_id: str, on_end: Callable[[SessionEnd], None]) -> None:
         """Report the end of a session that an earlier trainer started."""
         with contextlib.suppress(ValueError):
-            actor = await asyncio.to_thread(ray.get_actor, session_id, self._namespace)
+            actor = await _ask_again(lambda: ray.get_actor(session_id, self._namespace))
             stopped, reason, message = await _end_of(actor)
             if not stopped:
                 text = f"session {session_id}, of an earlier trainer, ended without a result: {message}"

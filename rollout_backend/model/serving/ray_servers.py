@@ -24,9 +24,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base.addresses import host_port, is_everywhere
 from rollout_backend.config import GatewayConfig, ModelConfig, RolloutConfig, ServingConfig
 from rollout_backend.core.formats import count
@@ -45,6 +46,7 @@ _POLL_S = 0.5
 _ASK_S = 60.0
 # Time for Ray to start a process on a reserved machine.
 _ACTOR_S = 120.0
+_T = TypeVar("_T")
 
 
 async def join_cluster() -> None:
@@ -52,7 +54,13 @@ async def join_cluster() -> None:
     import ray
 
     if not ray.is_initialized():
-        await asyncio.to_thread(ray.init, log_to_driver=False, include_dashboard=False)
+        await _ask(lambda: ray.init(log_to_driver=False, include_dashboard=False))
+
+
+async def _ask(call: Callable[[], _T]) -> _T:
+    """Make a call to the cluster's head in its own thread, because a head that hangs would stop the event loop, or
+    hold the threads that resolve host names."""
+    return await in_thread(call, "ray")
 
 
 class RayActor:
@@ -82,8 +90,9 @@ class RayActor:
         import ray
 
         self._placed = False
-        self.handle = ray.remote(_Host).options(**self._options).remote(self._make)
+        host = ray.remote(_Host).options(**self._options)
         async with asyncio.timeout(timeout_s):
+            self.handle = await _ask(lambda: host.remote(self._make))
             await self._result(self.handle.__ray_ready__.remote())
         self._placed = True
 
@@ -228,7 +237,7 @@ class RayEngineFactory(EngineFactory):
         await join_cluster()
         if self._config.serving.servers == "auto":
             placement = Placement.of(self._config.serving)
-            machines = await asyncio.to_thread(_free_resources)
+            machines = await _ask(_free_resources)
             self.count = placement.servers_on(machines)
             if not self.count:
                 raise StartupError(
@@ -268,8 +277,8 @@ class RayEngine:
 
         began, reported = time.monotonic(), False
         bundles = [dict(bundle) for bundle in self._placement.bundles]
-        self._group = placement_group(bundles, strategy=self._placement.strategy)
-        while not await asyncio.to_thread(self._group.wait, _POLL_S):
+        self._group = await _ask(lambda: placement_group(bundles, strategy=self._placement.strategy))
+        while not await _ask(lambda: self._group.wait(_POLL_S)):
             waited = time.monotonic() - began
             if waited > self._serving.resources_timeout_s:
                 raise StartupError(
@@ -283,7 +292,7 @@ class RayEngine:
                 yield f"waits for {self._placement}; free are {await self._free()}"
 
     async def _free(self) -> str:
-        return self._placement.describe(await asyncio.to_thread(_free_resources))
+        return self._placement.describe(await _ask(_free_resources))
 
     async def start(self) -> None:
         self._nodes = [self._node(rank) for rank in range(len(self._placement.bundles))]
@@ -310,7 +319,7 @@ class RayEngine:
             await asyncio.gather(*(node.stop() for node in self._nodes))
         finally:
             if self._group is not None:
-                await asyncio.to_thread(remove_placement_group, self._group)
+                await _ask(lambda: remove_placement_group(self._group))
                 self._group = None
 
     async def log_tail(self) -> str:
