@@ -215,9 +215,9 @@ def _permission_line(permission: Permission, decision: str | None, called: bool 
 
 async def check_clock_and_region(config: RolloutConfig) -> list[CheckResult]:
     """Ask S3, without credentials, for the time and for the bucket's region."""
-    region = config.aws.region
-    default_url = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
-    url = config.aws.endpoint_of("s3") or default_url
+    async with aws.client("s3", region=config.aws.region, endpoint_url=config.aws.endpoint_of("s3")) as s3:
+        # AWS_ENDPOINT_URL and the user's profile may name another endpoint.
+        url = s3.meta.endpoint_url
     try:
         async with (
             aiohttp.ClientSession(timeout=_ASK_TIMEOUT, trust_env=True) as http,

@@ -27,7 +27,7 @@ from rollout_backend.errors import PreflightError
 from rollout_backend.model.gateway.stats import EngineLoad
 from rollout_backend.model.serving.server_process import free_port
 from rollout_backend.run.accounts.archive import RunArchive
-from rollout_backend.run.checks.account import describe_credentials
+from rollout_backend.run.checks.account import check_clock_and_region, describe_credentials
 from rollout_backend.run.checks.capacity import check_engines, check_gateways
 from rollout_backend.run.checks.examination import check_forced_formats, estimate_cost, examine
 from rollout_backend.run.checks.machine import check_engine_version, check_open_files, check_packages
@@ -240,6 +240,13 @@ async def test_a_line_about_the_account(account, break_it, name, level, words):
     found = line(await examine(account.config(), rollouts=1000, machine=False), name)
     assert words in str(found)
     assert found.level == level
+
+
+async def test_the_clock_is_that_of_the_endpoint_in_the_environment(account, monkeypatch):
+    account.iam.clock_ahead_s = 600
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", account.iam.url)
+    account.sections["aws"] = {}
+    assert "s behind S3's" in str(line(await check_clock_and_region(account.config()), "clock"))
 
 
 async def test_the_runs_own_address_is_of_no_use_to_agents_in_the_public_network(account, monkeypatch):
