@@ -35,6 +35,7 @@ from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,
     NoCredentials,
+    OutcomeUnknown,
     PreflightError,
     QuotaExceeded,
     RuntimeCallError,
@@ -112,6 +113,20 @@ async def test_the_cluster_is_reached_through_the_proxy_that_the_environment_nam
     with pytest.raises(PreflightError, match=r"127\.0\.0\.1:9"):
         await runtime.check(session_s=90)
     await runtime.aclose()
+
+
+async def test_a_proxy_that_answers_for_the_cluster_starts_and_stops_no_session(tmp_path):
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async with served(answer) as url:
+        path = write_kubeconfig(tmp_path / "config", {"server": url}, {})
+        runtime = await KubernetesRuntime.open(KubernetesConfig(image=IMAGE, kubeconfig=path))
+        with pytest.raises(RuntimeUnavailable, match="no object of Kubernetes"):
+            await runtime.invoke("rollout-1", payload("rollout-1"))
+        with pytest.raises(OutcomeUnknown, match="no object of Kubernetes"):
+            await runtime.stop("rollout-1")
+        await runtime.aclose()
 
 
 @pytest.mark.parametrize(

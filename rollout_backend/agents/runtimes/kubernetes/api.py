@@ -282,7 +282,7 @@ class KubernetesApi:
         """
         async with self._request(method, path, query, json=body) as reply:
             answer = await reply.json(content_type=None)
-            if not isinstance(answer, dict):
+            if not isinstance(answer, dict) or answer.keys().isdisjoint(("kind", "gitVersion")):
                 raise aiohttp.ClientPayloadError(f"the answer to {method} {path} is no object of Kubernetes")
             return answer
 
