@@ -58,6 +58,9 @@ class Attack:
     connections: int = 16
     headers: str = ""
     reads: bool = True
+    method: str = "POST"
+    keyless: bool = False
+    again_s: float = 0.05  # before a connection that was closed is opened again
     pause_s: float = 0.0  # between the bytes of a body
     first: int = 0  # calls before those of `path`
 
@@ -110,6 +113,12 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "invalid calls": lambda: Attack(b'{"model": 1}', connections=64),
     "unknown paths": lambda: Attack(path="/v1/nothing", connections=64),
     "heartbeats": lambda: Attack(path="/v1/rollout/heartbeat", connections=64),
+    "probes": lambda: Attack(path="/health", connections=64, method="GET", again_s=0.0),
+    "probes of a call's path": lambda: Attack(connections=64, method="OPTIONS", again_s=0.0),
+    "invalid keys": lambda: Attack(connections=64, keyless=True),
+    "1,200 refused requests": lambda: Attack(path="/v1/nothing", connections=1200),
+    "1,200 refused keys": lambda: Attack(connections=1200, keyless=True),
+    "heads with thousands of fields": lambda: Attack(call(), connections=64, headers="a: b\r\n" * 8000),
     "a long text that is rewritten": lambda: Attack(call(WORDS * 5000)),
     "one word of 500 KB": lambda: Attack(call("a" * 500_000)),
     "unique words": lambda: Attack(call(unique_words(55_000))),
@@ -127,7 +136,8 @@ def attack(kind: str, url: str, key: str) -> None:
     made, where = ATTACKS[kind](), urlsplit(url)
 
     def request(path: str, body: bytes, headers: str = "") -> bytes:
-        head = f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {key}\r\n{headers}"
+        bearer = "nobody" if made.keyless else key
+        head = f"{made.method} {path} HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {bearer}\r\n{headers}"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
     def post(data: bytes) -> None:
@@ -146,7 +156,7 @@ def attack(kind: str, url: str, key: str) -> None:
     def repeat() -> None:
         while True:
             post(request(made.path, made.body, made.headers))
-            time.sleep(0.05)
+            time.sleep(made.again_s)
 
     prelude = socket.create_connection((where.hostname, where.port), 600)
     for i in range(made.first):

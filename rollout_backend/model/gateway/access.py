@@ -7,7 +7,8 @@ valid here, because the registry refuses its session.
 Invariants:
 
 - The head of a request has at most `MAX_HEAD_BYTES` plus the size of one read. The same limit applies to the frames
-  and trailers of a chunked body. `WaitingConnections` limits its time, and the number of connections.
+  and trailers of a chunked body. It has at most `_MAX_HEADERS` fields. `WaitingConnections` limits its time, and the
+  number of connections.
 - A connection has at most `_MAX_PIPELINED` requests waiting for their turn: uvicorn would parse and keep any number.
 - Keys and secrets are never logged. Behind `PathKeys`, no path contains a key, so no log, error, trace or journal can
   contain one.
@@ -42,6 +43,8 @@ from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, ch
 # Longer than any load balancer's, so that none reuses a connection that this side is closing.
 KEEP_ALIVE_S = 4200
 MAX_HEAD_BYTES = 64 * 1024
+# Reading more would take the event loop milliseconds. Clients and proxies send some dozens.
+_MAX_HEADERS = 256
 # Today's clients and proxies send no request before the answer to the last.
 _MAX_PIPELINED = 64
 # Framing allowed per byte of content in a chunked body.
@@ -109,6 +112,14 @@ def bounded_protocol(connections: int, **limits: float) -> type[HttpToolsProtoco
                 if self.cycle is None or self.cycle.response_complete:
                     self.transport.write(_TOO_LARGE)
                 self.transport.close()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if len(self.headers) >= _MAX_HEADERS:
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+                # This ends the parser.
+                raise ConnectionError("a head has too many headers")
+            super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             self._head_bytes = 0

@@ -60,9 +60,10 @@ from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
 from rollout_backend.model.gateway.access import PathKeys
+from rollout_backend.model.gateway.cpu_shares import CpuShare
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.parts import GatewayParts
-from rollout_backend.model.gateway.session_share import SessionShare, read_body
+from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, read_body
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 from rollout_backend.model.rendering.renderer import load_renderer
 
@@ -72,6 +73,7 @@ _SWEEP_S = 5.0
 # Answers with one session's trajectory at a time. As JSON, each holds the whole trajectory.
 _FETCHES = 4
 _PIECE_BYTES = 256 * 1024
+_PROBE_PAUSE_S = 0.5
 _PREFIXES = ("/v1", "/v1/v1", "")
 _Body = TypeVar("_Body", bound=BaseModel)
 
@@ -105,7 +107,7 @@ class Gateway:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._created = int(time.time())
-        self._strangers = SessionShare(parts.registry.cpu)
+        self._strangers, self._probes = SessionShare(parts.registry.cpu), CpuShare(parts.registry.cpu)
         self.app = Starlette(
             routes=[
                 *self._agent_routes(),
@@ -229,7 +231,9 @@ class Gateway:
             await self._enter(request)
         return Response(status_code=204)
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
+        if not self._parts.authenticator.has_control_key(request):
+            await self._pace_probe()
         content = {"status": "ok", "server": SERVER_NAME, "shard": self._parts.settings.shard}
         # Strangers must not hold connections.
         return JSONResponse(content, headers={"Connection": "close"})
@@ -342,13 +346,22 @@ class Gateway:
         share = self._strangers
         with contextlib.suppress(ApiError):
             share = self._parts.registry.share(self._parts.authenticator.session(request))
-        with contextlib.suppress(ApiError):
+        try:
             async with share.entry():
                 pass
+        except ApiError:
+            # Too many of its requests are open. More of them must not take up the connections of others.
+            with contextlib.suppress(ApiError), share.request(2 * MAX_REQUESTS):
+                await share.cpu.pace()
+
+    async def _pace_probe(self) -> None:
+        """Delay a probe if there are many. Load balancers give up after some seconds, so it never waits for long."""
+        await self._probes.pace(_PROBE_PAUSE_S)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 405 and request.method in ("HEAD", "OPTIONS"):
+            await self._pace_probe()
             return Response(status_code=204, headers={**(error.headers or {}), "Connection": "close"})
         code = "not_found" if error.status_code == 404 else "bad_request"
         message = f"{request.method} {request.url.path}: {error.detail}"

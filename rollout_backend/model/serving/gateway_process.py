@@ -72,6 +72,7 @@ class GatewayProcess:
         self._secret = secret
         self._seal_secret = seal_secret
         self._control_key = secrets.token_urlsafe(48)
+        self._authorization = {"Authorization": f"Bearer {self._control_key}"}
         self._shard = shard
         self._name = gateway_name(config.gateway, shard)
         listened = config.gateway.host
@@ -250,9 +251,9 @@ class GatewayProcess:
     async def _control(self, method: str, path: str, body: object = None) -> Any:
         if self._http is None or self._http.closed:
             raise ServingError(f"{self._name} is not running")
-        headers = {"Authorization": f"Bearer {self._control_key}"}
+        url = self.url + path
         try:
-            async with self._http.request(method, self.url + path, json=body, headers=headers) as response:
+            async with self._http.request(method, url, json=body, headers=self._authorization) as response:
                 response.raise_for_status()
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -262,7 +263,7 @@ class GatewayProcess:
         """Return whether the gateway answers a probe."""
         assert self._http is not None
         try:
-            async with self._http.get(self.url + "/health") as response:
+            async with self._http.get(self.url + "/health", headers=self._authorization) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False

@@ -88,6 +88,16 @@ async def test_many_small_requests_and_steps_on_the_event_loop_are_charged(share
     assert clock.now - began > (100_000 * 0.00005 - 0.5) / shares.rate * 0.9
 
 
+async def test_requests_that_are_not_counted_wait_for_a_limited_time(shares, clock):
+    share, began = CpuShare(shares), clock.now
+    for _ in range(500):
+        await share.pace(0.2)
+    assert clock.now == began
+    for _ in range(100):
+        await share.pace(0.2)
+    assert clock.now == pytest.approx(began + 100 * 0.2, rel=0.1)
+
+
 async def test_brief_work_counts_more_while_the_event_loop_is_busy(shares, clock, monkeypatch):
     async def requests_before_a_wait(busy: float) -> int:
         monkeypatch.setattr(cpu_shares.time, "thread_time", lambda: busy * clock.now)

@@ -95,6 +95,13 @@ def test_the_head_of_a_request_is_bounded(bounded, connect, begin, more):
         connection.sendall(begin + more * (100 * MAX_HEAD_BYTES // len(more)))
 
 
+def test_a_head_has_a_limited_number_of_fields(bounded, connect):
+    for fields, answer in ((200, b"HTTP/1.1 200 "), (300, b"HTTP/1.1 431 ")):
+        connection = connect(bounded)
+        connection.sendall(HEAD + b"a: b\r\n" * fields + b"Content-Length: 1\r\n\r\na")
+        assert connection.recv(1000).startswith(answer)
+
+
 def test_a_body_in_tiny_chunks_is_read(bounded, connect):
     connection = connect(bounded)
     connection.sendall(CHUNKED + b"1\r\na\r\n" * 40_000 + b"0\r\n\r\n")
@@ -410,6 +417,51 @@ def test_each_request_waits_until_its_session_has_paid_for_the_earlier_ones(
     waits.clear()
     # Requests without a valid key share one part.
     assert {*statuses("s2", 1, secret="x" * 32), *statuses("s3", 1, secret="x" * 32)} <= {400, 401, 404}
+    assert len(waits) == 1
+
+
+@pytest.fixture
+def paced(serve, monkeypatch):
+    """A gateway whose requests cost 5 s each, and the pauses that it makes."""
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(cpu_shares, "_REQUEST_S", 5.0)
+    monkeypatch.setattr(registry, "CpuShares", partial(CpuShares, sleep=sleep))
+    gateway = serve()
+    waits.clear()
+    return gateway, waits
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/health", 200), ("GET", "/v1", 200), ("OPTIONS", "/v1/messages", 204)]
+)
+def test_many_probes_wait_for_a_moment(paced, method, path, status):
+    gateway, waits = paced
+    for key in ("a", "b"):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.request(method, gateway.url + path, headers=headers, timeout=120).status_code == status
+    assert waits == [0.5, 0.5]
+
+
+def test_the_trainers_own_probes_do_not_wait(paced):
+    gateway, waits = paced
+    headers = {"Authorization": f"Bearer {CONTROL_KEY}"}
+    assert httpx.get(f"{gateway.url}/health", headers=headers, timeout=120).status_code == 200
+    assert waits == []
+
+
+def test_a_request_beyond_the_limit_of_open_ones_waits_too(paced, monkeypatch):
+    def full(self, limit=MAX_REQUESTS):
+        if limit == MAX_REQUESTS:
+            raise ApiError(429, "many requests are open", code="rate_limit_exceeded")
+        return contextlib.nullcontext()
+
+    gateway, waits = paced
+    monkeypatch.setattr(SessionShare, "request", full)
+    assert httpx.get(f"{gateway.url}/v1/models", headers=gateway.headers(), timeout=120).status_code == 429
     assert len(waits) == 1
 
 
