@@ -137,6 +137,15 @@ class RuntimeConfig(Section):
         return self.agent_protocol == "sagemaker-job-runtime"
 
     @property
+    def connections(self) -> int:
+        """Return the number of connections to the runtime.
+
+        Waiting for one would count towards a call's time. So each session, whose container may answer an invoke or a
+        poll late or never, has one, and others are left for stops.
+        """
+        return self.max_sessions + min(256, self.max_sessions)
+
+    @property
     def invoke_timeout_s(self) -> float:
         """Return the timeout of an invoke in an adapter. If agents answer late, the caller limits their invokes."""
         return _INSTANCE_S if self.invokes_last else self.read_timeout_s

@@ -63,7 +63,7 @@ from rollout_backend.run.step.task_blocklist import TaskBlocklist
 _T = TypeVar("_T")
 # A killed gateway restarts within this time.
 _SEAL_S = 60.0
-# Open files of this process, besides the invokes that agents answer late.
+# Open files of this process, besides the connections to the runtime.
 _OTHER_FILES = 1024
 
 
@@ -160,7 +160,7 @@ class RunServices:
         invoke_s, stop_s = config.runtime.invoke_limit_s, config.runtime.stop_limit_s
         if config.runtime.invokes_last:
             invoke_s += config.timeouts.session_s
-            raise_file_limit(config.runtime.max_sessions + _OTHER_FILES)
+        raise_file_limit(config.runtime.connections + _OTHER_FILES)
         calls = FencedRuntime(TimedCalls(janitor.watch(runtime), invoke_s, stop_s), self.lease)
         poll = FencedRuntime(TimedCalls(runtime, invoke_s, stop_s), self.lease).invoke
         self.for_steps = StepServices(

@@ -135,9 +135,13 @@ class Translator(ABC, Generic[_P]):
             ResultMissing: the session was closed.
         """
 
+    async def _ask(self, request: RolloutRequest) -> bytes:
+        """Return what only the session's container can answer, by default nothing. Raises as `_fetch`."""
+        return b""
+
     @abstractmethod
-    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
-        """Return a session's result, and how many seconds ago it was written.
+    async def _fetch(self, request: RolloutRequest, answer: bytes) -> tuple[bytes, float]:
+        """Return a session's result, and how many seconds ago it was written. `answer` is that of `_ask`.
 
         Raises:
             ResultMissing: there is none yet, or the session was closed.
@@ -195,10 +199,13 @@ class Translator(ABC, Generic[_P]):
             async with session.writing:
                 pass
             await self._admit(session_id, call)
-            async with session.writing, self._room:
+            async with session.writing:
                 # Another search may have written the rollout, or the session was closed.
                 if self._open.get(session_id) is session:
-                    await self._write(session)
+                    # A silent container must not take up the room of others.
+                    answer = await self._ask(session.request)
+                    async with self._room:
+                        await self._write(session, answer)
         except ResultMissing:
             session.rejected_at = None
         except RunHeld:
@@ -215,11 +222,11 @@ class Translator(ABC, Generic[_P]):
         session.rejected_at = now if session.rejected_at is None else session.rejected_at
         return now - session.rejected_at >= (session.request.publish_grace_s or 0.0)
 
-    async def _write(self, session: _Session) -> None:
+    async def _write(self, session: _Session, answer: bytes) -> None:
         request = session.request
         data: bytes | ContractError
         try:
-            data, age_s = await self._fetch(request)
+            data, age_s = await self._fetch(request, answer)
         except ContractError as error:
             data, age_s = error, 0.0
         finished = time.time() - age_s
@@ -277,7 +284,7 @@ class BucketTranslator(Translator[WrittenResults]):
                 log.warning("%s; it is listed again", error)
         return found
 
-    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+    async def _fetch(self, request: RolloutRequest, answer: bytes) -> tuple[bytes, float]:
         stored = await self._store.fetch(self._protocol.result_key(request))
         return stored.body, stored.age_s
 
@@ -330,7 +337,7 @@ class PollingTranslator(Translator[PolledResults]):
             self._admission.give_back(call)
         raise ResultMissing(session_id)
 
-    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+    async def _ask(self, request: RolloutRequest) -> bytes:
         session_id = request.session_id
         self._polls[session_id] = poll = asyncio.create_task(self._send(request))
         try:
@@ -341,6 +348,9 @@ class PollingTranslator(Translator[PolledResults]):
         # `stop` cancels the poll of a session that it closes.
         if poll.cancelled() or not self._protocol.has_ended(answer := poll.result(), request):
             raise ResultMissing(session_id)
+        return answer
+
+    async def _fetch(self, request: RolloutRequest, answer: bytes) -> tuple[bytes, float]:
         return answer, 0.0
 
     async def _send(self, request: RolloutRequest) -> bytes:
@@ -465,7 +475,7 @@ class ReportTranslator(Translator[ReportedResults]):
                     return False
         return await super().find_result(session_id, ended=ended)
 
-    async def _fetch(self, request: RolloutRequest) -> tuple[bytes, float]:
+    async def _fetch(self, request: RolloutRequest, answer: bytes) -> tuple[bytes, float]:
         session_id = request.session_id
         try:
             report = await self._reports.report_of(session_id)

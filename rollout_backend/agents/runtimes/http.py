@@ -52,9 +52,7 @@ class HttpRuntime(AgentRuntime):
         timeout = aiohttp.ClientTimeout(sock_connect=config.connect_timeout_s, total=config.read_timeout_s)
         # One connection per invoke: on a kept connection, an invoke may be sent just as the server closes it. Its
         # outcome is then unknown and costs another attempt, which is more than another connection.
-        # Waiting for a connection would count towards the call's time, so each session has one, and another one for
-        # its stop if its invoke may still be in flight.
-        connector = aiohttp.TCPConnector(limit=config.max_sessions * (1 + config.invokes_last), force_close=True)
+        connector = aiohttp.TCPConnector(limit=config.connections, force_close=True)
         # A load balancer's cookie would send all sessions to one server.
         cookies = aiohttp.DummyCookieJar()
         headers = _headers(config)

@@ -16,7 +16,14 @@ from rollout_backend.agents.protocols.translator import BucketTranslator, Pollin
 from rollout_backend.core.manifest import StepRequest
 from rollout_backend.core.session_ends import SessionEnds
 from rollout_backend.core.tasks import Task
-from rollout_backend.errors import InvokeRejected, QuotaExceeded, RunHeld, RuntimeUnavailable, ServingError
+from rollout_backend.errors import (
+    InvokeRejected,
+    OutcomeUnknown,
+    QuotaExceeded,
+    RunHeld,
+    RuntimeUnavailable,
+    ServingError,
+)
 from rollout_backend.run.collect.buffer import RolloutBuffer
 from rollout_backend.run.dispatch.call_queue import CallQueue
 from rollout_backend.run.step.in_flight import InFlightLog
@@ -59,6 +66,7 @@ class Containers:
         self.began: dict[str, float] = {}
         self.polls: list[float] = []
         self.poll_fails: Callable[[], Exception | None] = lambda: None
+        self.silent = 0  # the first of its containers answer no poll
         self.reported_at: dict[str, float] = {}
         self.in_flight = InFlightLog(Lines())
 
@@ -66,6 +74,9 @@ class Containers:
         await asyncio.sleep(0.05)
         fields = json.loads(payload)
         if self.source == "polled" and fields["_agentcore_runtime"]["operation"] == "get":
+            if session_id in [*self.began][: self.silent]:
+                await asyncio.sleep(3000)
+                raise OutcomeUnknown("no answer")
             return self._poll(session_id)
         if len(self.began) >= self.quota:
             raise QuotaExceeded("402: the account has no session left")
@@ -254,3 +265,11 @@ async def test_polls_of_agents_that_still_run_hold_up_no_invoke():
     result = await containers.run_step(100, invoke_per_s=1.0)
     assert result.report.outcomes[Outcome.COMPLETED] == 100
     assert result.report.seconds < 700
+
+
+@in_virtual_time
+async def test_containers_that_answer_no_poll_hold_up_no_result_of_others():
+    containers = Containers("polled", agent_s=250.0)
+    containers.silent = 6
+    result = await containers.run_step(20)
+    assert result.report.outcomes[Outcome.COMPLETED] == 14

@@ -16,7 +16,7 @@ from aiohttp import web
 from botocore.exceptions import ClientError
 
 from agent_servers import ARN, BARE_AGENT, IMAGE, serve_emulator
-from builders import served
+from builders import eventually, served
 from protocol_requests import make_request
 from rollout_backend.agents.runtimes.agentcore.account import ACTIVE_SESSIONS, NEW_PER_S, describe_quotas
 from rollout_backend.agents.runtimes.agentcore.runtime import AgentCoreRuntime, _to_call_error
@@ -279,6 +279,30 @@ async def test_http_never_invokes_on_a_connection_that_the_server_may_be_closing
         await runtime.aclose()
         server.close()
         await asyncio.wait(connections)
+
+
+@pytest.mark.parametrize("kind", [AgentCoreRuntime, HttpRuntime])
+async def test_silent_containers_leave_connections_to_stops(kind, local_keys):
+    asked, sessions = [], 300
+
+    async def answer(request: web.Request) -> web.Response:
+        if "stop" not in request.path:
+            asked.append(request.path)
+            await asyncio.Event().wait()
+        return web.json_response({})
+
+    async with served(answer, handler_cancellation=True) as url:
+        where = {"arn": ARN, "endpoint_url": url} if kind is AgentCoreRuntime else {"url": url}
+        settings = AgentCoreConfig if kind is AgentCoreRuntime else HttpConfig
+        runtime = await kind.open(settings(**where, max_sessions=sessions))
+        invokes = [asyncio.create_task(runtime.invoke(new_session(), b"{}")) for _ in range(sessions)]
+        await eventually(lambda: len(asked) >= 256)
+        async with asyncio.timeout(60):
+            await runtime.stop(new_session())
+        for invoke in invokes:
+            invoke.cancel()
+        await asyncio.gather(*invokes, return_exceptions=True)
+        await runtime.aclose()
 
 
 # --- answers that are cut, and answers without an end -----------------------------------------------------

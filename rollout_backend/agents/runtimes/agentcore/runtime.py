@@ -86,8 +86,7 @@ class AgentCoreRuntime(AgentRuntime):
                     endpoint_url=config.endpoint_url,
                     connect_timeout_s=config.connect_timeout_s,
                     read_timeout_s=config.invoke_timeout_s,
-                    # An invoke whose agent answers late holds a connection.
-                    connections=min(256, config.max_sessions) + config.invokes_last * config.max_sessions,
+                    connections=config.connections,
                 )
             )
             return cls(config, arn, data, control, stack.pop_all(), on_status)
