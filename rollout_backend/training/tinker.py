@@ -31,7 +31,6 @@ _TOKENIZER_S = 60.0
 _NO_PRICES = PriceConfig()
 # SkyRL's words for a model that it had before a restart, or whose client was away for minutes.
 _NOT_LOADED = "not loaded"
-_SAMPLER, _STATE = "/sampler_weights/", "/weights/"
 
 
 class TinkerService:
@@ -196,13 +195,15 @@ class TinkerService:
 
     async def _saved_again(self, path: str) -> str:
         """Return the path of equal weights. `save` gives both parts of a checkpoint one name."""
-        name = path.rpartition("/")[2]
-        model = await self._in_session(
+        model, _, name = path.rpartition("/")
+        # The paths of SkyRL lack the folder of samplers.
+        state = f"{model.removesuffix('/sampler_weights')}/weights/{name}"
+        client = await self._in_session(
             f"creating a model for the samples of {path}",
-            lambda: self._client.create_training_client_from_state(path.replace(_SAMPLER, _STATE)),
+            lambda: self._client.create_training_client_from_state(state),
         )
         async with self._explained(f"saving {name} again"):
-            saved = await model.save_weights_for_sampler(name, ttl_seconds=_EXPIRES_S)
+            saved = await client.save_weights_for_sampler(name, ttl_seconds=_EXPIRES_S)
         return str(saved.path)
 
     async def tokenizer(self, sampler: Any) -> Any:
@@ -240,7 +241,7 @@ class TinkerService:
                 reply = await (sent if isinstance(sent, Awaitable) else asyncio.wrap_future(sent))
                 [found] = reply.sequences
         except TrainingServiceError as error:
-            if _SAMPLER not in path or _NOT_LOADED not in str(error):
+            if not path or _NOT_LOADED not in str(error):
                 raise
             self._lost.add(path)
             raise Forgotten(str(error)) from error
