@@ -1,10 +1,12 @@
 """`rollout show`: a run, a step, a task, every planned rollout of the newest run, also a failed one, and a turn."""
 
+import io
 import json
 import os
 import re
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from agent_wrapper.contract import Outcome
@@ -14,6 +16,8 @@ from rollout_backend.cli import app
 from rollout_backend.core.tasks import Task
 from rollout_backend.model.gateway.stats import EngineUse
 from rollout_backend.run.accounts.archive import RunArchive
+from rollout_backend.views.terminal.run_view import RunView
+from rollout_backend.views.terminal.view import TaskView
 from run_folders import write_training
 
 
@@ -70,6 +74,19 @@ def test_a_run_says_what_to_look_at_first_and_where_to_look_next(rollout, runs):
     assert re.search(r" - \d+ of 12 rollouts completed", output)  # what is no problem has no exclamation mark
     [found] = as_objects(rollout("show", "--step", 1, "--json"))
     assert (found["run_id"], found["step"], len(found["tasks"])) == ("two", 1, 4)
+
+
+def test_at_80_columns_no_line_of_a_run_or_a_task_is_wider(runs):
+    name, file = "run-20261129-120101-8b2f", io.StringIO()
+    folder = (runs / "one").rename(runs / name).relative_to(runs.parent)
+    console = Console(file=file, width=80, color_system=None, force_terminal=True)
+    RunView.read(folder, None, f" --run {folder}").print(console)
+    records = RunArchive(folder).find_task("buy-3-pear")
+    TaskView(name, 0, "0", "buy-3-pear", None, tuple(records), f" --run {folder}").print(console)
+    lines = file.getvalue().splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert f"  rollout report {folder}" in lines
+    assert "    all of it, in your browser" in lines
 
 
 def test_a_task_has_a_line_for_each_rollout(rollout, runs):

@@ -191,8 +191,11 @@ class RunView:
         if self.about.state in ("killed", "silent", "interrupted") and start is not None and start.by == "run":
             lines |= {f"rollout run --resume {run}": "finish it"}
         width = max(map(len, lines))
+        # Where both do not fit, a line of its own explains a command, which can then be copied whole.
+        apart = console.is_terminal and width + 4 + max(map(len, lines.values())) > console.width
+        between = "\n    " if apart else "  "
         for command, what in lines.items():
-            print_text(console, Text.assemble(f"  {command:{width}}  ", (what, "dim")))
+            print_text(console, Text.assemble(f"  {command:{0 if apart else width}}{between}", (what, "dim")))
 
 
 def _lowest(tasks: tuple[TaskRewards, ...]) -> Table:

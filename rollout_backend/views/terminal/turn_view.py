@@ -17,7 +17,7 @@ from rollout_backend.model.rendering.token_bytes import TokenText
 from rollout_backend.run.accounts.findings import show_command
 from rollout_backend.run.accounts.records import replies_by_turn
 from rollout_backend.run.accounts.summary import mean
-from rollout_backend.views.terminal.view import print_messages, print_text, print_words
+from rollout_backend.views.terminal.view import print_messages, print_text, print_words, print_wrapped
 
 # Number of unlikely tokens to list.
 _UNLIKELY = 5
@@ -114,7 +114,7 @@ class TurnView:
             f"  run {rollout.run_id}, step {self.step}, task {rollout.task_id}; turn {self.turn_number} of "
             f"segment {self.segment_number} ({readable(self.segment.split_reason)})"
         )
-        print_text(console, Text.assemble((f"{rollout.rollout_id} turn {self.number}", "bold"), where))
+        print_wrapped(console, Text(), Text.assemble((f"{rollout.rollout_id} turn {self.number}", "bold"), where))
         if self.reply is None:
             console.print("the result holds no messages of this turn", style="dim")
         else:

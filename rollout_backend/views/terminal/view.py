@@ -150,7 +150,7 @@ class TaskView:
         if len(self.rewards) > 1 and len({*self.rewards}) == 1:
             facts.append("all rewards equal: nothing to learn from")
         about = f"  run {self.run_id}, step {self.name}: {', '.join(facts)}"
-        print_text(console, Text.assemble((self.task_id, "bold"), about))
+        print_wrapped(console, Text(), Text.assemble((self.task_id, "bold"), about))
         if self.payload is not None:
             print_text(console, f"payload {readable(json.dumps(self.payload, ensure_ascii=False))}")
         numbers = ("reward", "turns", "tokens", "seconds")
