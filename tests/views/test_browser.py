@@ -107,7 +107,7 @@ def test_links_the_heatmap_and_the_keyboard_open_rollouts(report: Path, tmp_path
         """,
         tmp_path,
     )
-    assert "can be trained" in result["about"] or "cannot be trained" in result["about"]
+    assert re.search(r" · 1 attempt · (can|cannot) be trained", result["about"])
     assert (result["linked"], result["next"]) == ("buy-3-pear.2", "buy-3-pear.3")
     assert result["tokens"] > 20
     assert result["readout"].startswith(f"{result['entered']}: ")
@@ -181,6 +181,7 @@ for (const node of document.body.querySelectorAll("*")) {
   if (says && node.ownerSVGElement && box.width && parseFloat(getComputedStyle(node).fontSize) * Math.hypot(matrix.a, matrix.b) > 20) large.push(node.textContent);
   if (box.width && box.right > innerWidth + 1 && !scrolls(node)) cut.push(node.tagName + node.textContent.slice(0, 40));
   if (node.tagName === "TD" && box.width && box.width < 100 && node.textContent.length > 40) cut.push("narrow: " + node.textContent);
+  if (node.matches(".stack.named > div") && node.scrollWidth > node.clientWidth + 1) cut.push("stack: " + node.textContent);
   if (node.matches(".stack span") && box.right > node.parentElement.getBoundingClientRect().right + 1) cut.push("stack: " + node.textContent);
 }
 const theme = document.getElementById("theme").getBoundingClientRect();

@@ -10,6 +10,7 @@
     return node;
   };
   const shown = (value) => value === null || value === undefined ? "–" : typeof value === "number" ? (Math.abs(value) < 1000 ? +value.toPrecision(4) : Math.round(value)) + "" : value;
+  const count = (value, noun) => `${shown(value)} ${noun}${value === 1 ? "" : "s"}`;
   const reward = (i) => data.reward[i] === null ? "missing" : shown(data.reward[i]);
   const outcome = (i) => data.outcomes[data.outcome[i]];
   const reason = (i) => data.reasons[data.reason[i]];
@@ -28,7 +29,7 @@
     title.textContent = data.id[i] + " ";
     const tag = make("span", "tag " + outcome(i), outcome(i) + (reason(i) ? " · " + reason(i) : ""));
     title.append(tag);
-    const parts = [`reward ${reward(i)}`, `${shown(data.seconds[i])} s`, `${shown(data.turns[i])} model calls`, `${shown(data.tokens[i])} sampled tokens`, `${shown(data.segments[i])} rows`, `${data.attempts[i]} attempts`];
+    const parts = [`reward ${reward(i)}`, `${shown(data.seconds[i])} s`, count(data.turns[i], "model call"), count(data.tokens[i], "sampled token"), count(data.segments[i], "row"), count(data.attempts[i], "attempt")];
     if (data.trained[i] !== null) parts.push(data.trained[i] ? "can be trained" : "cannot be trained");
     body.replaceChildren(make("p", "sub", `task ${task(i)} · ${parts.join(" · ")}`));
     const tools = make("p", "tools");
