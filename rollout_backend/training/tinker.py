@@ -280,8 +280,8 @@ class TinkerService:
             raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
         except TimeoutError as error:
             raise TrainingServiceError(f"{what}: no answer from {where} in time") from error
-        # The SDK reports the loss of a request with a ValueError.
-        except (tinker.TinkerError, ValueError) as error:
+        # The SDK reports the loss of a request with a ValueError, and asserts what an older service's answer lacks.
+        except (tinker.TinkerError, ValueError, AssertionError) as error:
             refusal = error.__cause__
             if refuses_late and isinstance(refusal, tinker.BadRequestError) and isinstance(refusal.body, Mapping):
                 raise ConfigError(f"{what}: {where} refuses it: {_text(refusal)}") from error

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from builders import eventually, hang_up, until
 from rollout_backend.config.results import PriceConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
+from rollout_backend.errors import TrainingServiceError
 from rollout_backend.model.gateway.engine.liveness import SamplingProbe
 from rollout_backend.model.gateway.engine.protocol import SglangProtocol
 from rollout_backend.training.sampling_server import SamplingServer
@@ -122,6 +123,21 @@ async def test_a_fault_that_outlasts_a_call_is_answered_503(server: SamplingServ
     server._model_call_s = 0.0
     emulator.faults.failures.append("server")
     assert (await generate(server))[0] == 503
+
+
+async def test_an_answer_that_the_sdk_does_not_accept_is_named(
+    server: SamplingServer, emulator: TinkerEmulator
+) -> None:
+    """As those of SkyRL 0.4.0, for SDKs newer than its own."""
+    sample = emulator.handlers["asample"]
+
+    async def without_sequences(body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {name: value for name, value in (await sample(body)).items() if name != "sample_sequence_ids"}
+
+    emulator.handlers["asample"] = without_sequences
+    assert server._served is not None
+    with pytest.raises(TrainingServiceError, match="sample_sequence_ids"):
+        await server._service.sample(server._served.sampler, [7, 8], {"max_tokens": 4})
 
 
 async def test_a_sampler_that_the_service_has_forgotten_is_opened_again(
