@@ -16,8 +16,9 @@ process may be left.
 
 With `--pieces` each call runs one piece. At its end all processes get SIGKILL, like those of a machine without power,
 and the bucket is copied to the disk, from which the next call continues, with the same options. It needs nothing but
-the folder of `--work`, at the same path, and may run days later on another machine. Copy the folder after each piece:
-a piece that is killed itself can only be repeated from such a copy.
+the folder of `--work`, at the same path, and may run days later on another machine. Copy the folder after each piece,
+because a piece that is killed itself can only be repeated from a copy. The backend compares the times of weight files
+in nanoseconds, so use `cp -a` or `tar --format=posix`.
 
 With `--steps` one of the four gets SIGKILL until the steps are done, or the hours are over. A trainer resumes from a
 checkpoint of every `--save-every` steps. With `--changes` it may find its newest checkpoint lost, other tasks and
