@@ -33,7 +33,7 @@ from rollout_backend.base.names import derived_name
 from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig, StorageConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.training.service import BILLED, Checkpoint, Datum, Sampler, usage_metrics
+from rollout_backend.training.service import BILLED, Checkpoint, Datum, Refusals, Sampler, usage_metrics
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class SageMakerService:
         # True if a new session replaced the one with the weights of the last `begin`.
         self._replaced = False
         self._opening = asyncio.Lock()
+        self._refusals = Refusals()
         self._billed: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -425,15 +426,19 @@ class SageMakerService:
 
         async def attempt() -> Any:
             try:
-                return await method(**arguments)
+                answer = await method(**arguments)
             except aws.CALL_ERRORS as error:
                 aws.raise_if_expired(error, "SageMaker")
                 said = f"{what}: {aws.reason(error)}"
                 if not isinstance(error, ClientError) or not _is_refusal(error):
                     raise _Unanswered(said) from error
+                if aws.is_denied(error) and not self._refusals.refuse():
+                    raise _Unanswered(said) from error
                 if (code := aws.code_of(error)) in ("ConflictException", "ResourceNotFoundException"):
                     raise _SessionEnded(said) from error
                 raise _Refused(str(aws.preflight_error(error, what, "training_service")), code) from error
+            self._refusals.accept()
+            return answer
 
         # Thousands of samples are in flight.
         warn = log_retry(log, what, level=logging.DEBUG if what == "sample" else logging.WARNING)

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol
@@ -29,6 +30,7 @@ Sampler = NewType("Sampler", object)
 """A service's handle of one set of weights."""
 # The service's context already limits what was sampled.
 _ANY_LENGTH = 2**31 - 1
+_PERMANENT_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +138,25 @@ def usage_metrics(tokens: Mapping[str, int], prices: PriceConfig, prefix: str = 
         cost = sum(price * count for price, count in zip(per_million, found.values(), strict=True))
         found[f"{prefix}dollars"] = cost / 1e6
     return found
+
+
+class Refusals:
+    """Decides whether a service refuses access permanently. A key, a policy or a path that worked may be refused for
+    some seconds, while a server or a proxy in front of it is replaced."""
+
+    def __init__(self) -> None:
+        self._accepted = False
+        self._since: float | None = None
+
+    def accept(self) -> None:
+        """Note that the service accepted a call."""
+        self._accepted, self._since = True, None
+
+    def refuse(self) -> bool:
+        """Note a refusal. Return whether it is permanent: no call was accepted for a minute, or ever."""
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return not self._accepted or now - self._since >= _PERMANENT_AFTER_S
 
 
 class Forgotten(TrainingServiceError):

@@ -5,7 +5,8 @@ Invariants:
 - Each call ends after `training_service.call_s`, however long the SDK retries it.
 - If a restarted service has forgotten the session, it is opened again. SkyRL also forgets models, with the weights
   that they saved for samples: a model made from the saved state saves them again.
-- A refusal that is not in the API's format comes from a proxy, and counts as no answer.
+- A refusal that is not in the API's format comes from a proxy, and counts as no answer. A refusal of the key or of a
+  path is an error only if it lasts: see `Refusals`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agent_wrapper.shared.threads import in_thread
 from rollout_backend.config.results import PriceConfig
 from rollout_backend.config.training_service import TrainingServiceConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
-from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Sampler, usage_metrics
+from rollout_backend.training.service import Checkpoint, Datum, Forgotten, Refusals, Sampler, usage_metrics
 
 KEY_VARIABLE = "TINKER_API_KEY"
 # The SDK refuses a key that begins differently.
@@ -59,6 +60,7 @@ class TinkerService:
         self._lost: set[str] = set()
         self._client: Any = None
         self._model: Any = None
+        self._refusals = Refusals()
 
     async def __aenter__(self) -> Self:
         """Open a session, and check the key and the base model.
@@ -110,6 +112,7 @@ class TinkerService:
             client = await _in_thread(lambda: tinker.ServiceClient(**self._url))
             await _in_thread(lambda: client.holder)
         self._client = client
+        self._refusals.accept()
 
     async def _in_session(self, what: str, call: Callable[[], Any], *, refuses_late: bool = False) -> Any:
         """Return the result of a call of the SDK. If the service does not know the session, open another one."""
@@ -269,10 +272,13 @@ class TinkerService:
             if error.status_code < 500 and not isinstance(error.body, Mapping):
                 raise TrainingServiceError(f"{what}: a proxy answers for {where}: {_text(error)}") from error
             if isinstance(error, (tinker.AuthenticationError, tinker.PermissionDeniedError)):
-                raise ConfigError(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error
-            if isinstance(error, (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError)):
-                kind = Forgotten if forgets and isinstance(error, tinker.NotFoundError) else ConfigError
+                kind: type[Exception] = ConfigError if self._refusals.refuse() else TrainingServiceError
+                raise kind(f"{what}: {where} refuses the key in {KEY_VARIABLE}: {_text(error)}") from error
+            if isinstance(error, tinker.NotFoundError):
+                kind = Forgotten if forgets else ConfigError if self._refusals.refuse() else TrainingServiceError
                 raise kind(f"{what}: {where} refuses it: {_text(error)}") from error
+            if isinstance(error, (tinker.BadRequestError, tinker.UnprocessableEntityError)):
+                raise ConfigError(f"{what}: {where} refuses it: {_text(error)}") from error
             raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
         except tinker.RequestFailedError as error:
             if str(getattr(error.category, "value", error.category)) == "user":
@@ -286,6 +292,10 @@ class TinkerService:
             if refuses_late and isinstance(refusal, tinker.BadRequestError) and isinstance(refusal.body, Mapping):
                 raise ConfigError(f"{what}: {where} refuses it: {_text(refusal)}") from error
             raise TrainingServiceError(f"{what} failed at {where}: {_text(error)}") from error
+        else:
+            # The first calls may need no key.
+            if self._client is not None:
+                self._refusals.accept()
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

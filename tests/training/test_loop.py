@@ -19,6 +19,8 @@ from rollout_backend.core.earlier_batches import describe_batch
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, ManifestError, RunHeld, TrainingServiceError
 from rollout_backend.run.accounts.step_report import StepResult
+from rollout_backend.training import loop
+from rollout_backend.training import service as training_service
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.tinker import TinkerService
 from tests.emulators.tinker_emulator import TinkerEmulator
@@ -295,6 +297,29 @@ async def test_the_page_of_a_proxy_ends_no_training(
     record = await train(World(emulator.saved), config)
     assert trainer.history(record.state) == trainer.history(expected.state)
     assert not any(emulator.faults.pages.values())
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_refusals_of_a_few_seconds_end_no_training(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(loop, "_PAUSES", lambda state: 0.01)
+    config = settings(emulator.url, steps=1)
+    expected = await train(World(emulator.saved), config)
+    for name in ("create_model", "forward_backward", "optim_step", "save_weights", "retrieve_future"):
+        emulator.faults.statuses[name] = [status] * 2
+    record = await train(World(emulator.saved), config)
+    assert trainer.history(record.state) == trainer.history(expected.state)
+    assert not any(emulator.faults.statuses.values())
+
+
+async def test_a_refusal_that_lasts_ends_the_training(
+    emulator: TinkerEmulator, trainer: EmulatedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_service, "_PERMANENT_AFTER_S", 0.0)
+    emulator.faults.statuses["forward_backward"] = [403]
+    with pytest.raises(ConfigError, match="refuses the key"):
+        await train(World(emulator.saved), settings(emulator.url, steps=1))
 
 
 async def test_a_second_trainer_stops(emulator: TinkerEmulator, trainer: EmulatedTrainer) -> None:

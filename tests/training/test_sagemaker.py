@@ -17,6 +17,7 @@ from rollout_backend.config import RolloutConfig
 from rollout_backend.errors import ConfigError, TrainingServiceError
 from rollout_backend.run.checks.account import needed_permissions
 from rollout_backend.training import sagemaker
+from rollout_backend.training import service as training_service
 from rollout_backend.training.loop import TrainingLoop, TrainingRecord
 from rollout_backend.training.sagemaker import SageMakerService
 from rollout_backend.training.sampling_server import SamplingServer
@@ -355,6 +356,7 @@ async def test_large_batches_are_divided(emulator: SageMakerEmulator, monkeypatc
         await service.train([[datum()] * 5 + [datum([100, *[1] * 20])]])
         usage = await service.usage()
         assert not any((await service.usage()).values())
+        monkeypatch.setattr(training_service, "_PERMANENT_AFTER_S", 0.0)
         emulator.faults.errors["DescribeTrainingSession"] = ["AccessDeniedException"]
         assert await service.usage() == {}
     assert emulator.counts["ExecuteTrainingOperation"] == 3 + 1 + 1
@@ -442,3 +444,11 @@ async def test_doctor_knows_the_permissions_of_each_call(emulator: SageMakerEmul
     assert session.startswith("arn:aws:sagemaker:us-east-1:123456789012:training-session/rollout-")
     elsewhere = needed_permissions(settings("http://service"), caller)
     assert not any(each.action.startswith("sagemaker:") for each in elsewhere)
+
+
+async def test_a_denial_of_a_few_seconds_ends_no_training(emulator: SageMakerEmulator) -> None:
+    for name in ("ExecuteTrainingOperation", "GetTrainingOperationResult", "ExecuteSamplingOperation"):
+        emulator.faults.errors[name] = ["AccessDeniedException"] * 2
+    record = await train(World(emulator.saved), settings(emulator.url, steps=1))
+    assert record.trained == 1
+    assert not any(emulator.faults.errors.values())
