@@ -30,10 +30,10 @@ from agent_wrapper.contract.codec import unpack
 from agent_wrapper.shared.redaction import without_secrets
 from agent_wrapper.shared.workspace import unpack_folder
 from rollout_backend.base.logs import RepeatFilter
-from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.model.dialects.base import RequestMemo
 from rollout_backend.model.dialects.registry import DIALECTS
 from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.model_call import ApiError, ModelCall
 from rollout_backend.model.rendering.reply import read_reply
 from rollout_backend.model.rendering.segments import Completion, SegmentRecorder
 from rollout_backend.model.rendering.tool_call_reader import HERMES, read_calls

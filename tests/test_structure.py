@@ -21,10 +21,11 @@ LAYERS = (
         "base.logs",
         "base.names",
     }
-    | {"base.retry", "base.waiting_connections"},
+    | {"base.retry", "base.waiting_connections", "base.check_result", "base.dockerignore", "base.formats"},
     {"base.disk", "base.aws", "config"},
     {"base.child_process"},
-    {"core"},
+    {"core", "model.images"},
+    {"model.model_call"},
     {"model.rendering", "agents.runtimes", "base.tracing"},
     {"model.dialects", "run.dispatch"},
     {"model.gateway", "model.relay", "run.collect"},

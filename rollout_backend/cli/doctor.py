@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from rollout_backend.base.check_result import CheckResult, group_by_cause
 from rollout_backend.cli.common import (
     SERVICE_SAMPLES,
     Limit,
@@ -21,7 +22,6 @@ from rollout_backend.cli.common import (
     load_settings,
     read_limited,
 )
-from rollout_backend.core.check_result import CheckResult, group_by_cause
 from rollout_backend.errors import ConfigError
 
 _STYLES = {"ok": "green", "unchecked": "dim", "warning": "yellow", "problem": "red"}
@@ -113,7 +113,7 @@ def _invalid_settings(error: ConfigError) -> Iterator[CheckResult]:
 
 def _print(findings: Sequence[CheckResult], verbose: bool) -> None:
     """Print the findings, the most important ones last, and whether a run can start."""
-    from rollout_backend.core.formats import count
+    from rollout_backend.base.formats import count
 
     by_level: dict[str, list[CheckResult]] = {level: [] for level in _STYLES}
     # Several checks may report the same finding.

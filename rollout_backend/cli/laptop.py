@@ -118,7 +118,7 @@ async def dev(
     local S3 and AgentCore, as in `rollout demo`. A Harbor task is scored by its tests. An error shows the traceback
     of the files of the agent. Press Ctrl-C to stop.
     """
-    from rollout_backend.core.check_result import raise_problems
+    from rollout_backend.base.check_result import raise_problems
     from rollout_backend.core.harbor import fit_to_runtime
     from rollout_backend.core.reasons import NOT_SERVING
     from rollout_backend.run.checks.machine import check_agent
@@ -242,8 +242,8 @@ async def demo(
     The first time, this installs the engine and a small model, which takes about two minutes; with --scripted or
     --endpoint it does not. Exit codes as for `rollout run`.
     """
-    from rollout_backend.core.check_result import raise_problems
-    from rollout_backend.core.formats import count
+    from rollout_backend.base.check_result import raise_problems
+    from rollout_backend.base.formats import count
     from rollout_backend.core.tasks import read_tasks
     from rollout_backend.run.accounts.run_info import agent_of
     from rollout_backend.run.checks.machine import check_agent

@@ -198,7 +198,7 @@ async def collect_step(
         ConfigError: `min_completed` exceeds the number of planned rollouts.
         PreflightError: the runtime cannot start some tasks; names each.
     """
-    from rollout_backend.core.check_result import raise_problems
+    from rollout_backend.base.check_result import raise_problems
     from rollout_backend.core.tasks import check_private, planned_rollouts
     from rollout_backend.manager import RolloutManager
     from rollout_backend.run.accounts.cost import Prices

@@ -53,7 +53,7 @@ async def train(
     Exit codes: 0, all steps are trained; 1, the training failed, and can be resumed; 2, the input is invalid, and
     nothing was started; 130, interrupted.
     """
-    from rollout_backend.core.check_result import raise_problems
+    from rollout_backend.base.check_result import raise_problems
     from rollout_backend.core.tasks import check_private
     from rollout_backend.manager import RolloutManager
     from rollout_backend.run.checks.preflight import check_tasks

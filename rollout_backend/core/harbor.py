@@ -27,8 +27,8 @@ from pydantic import Field
 
 from agent_wrapper.contract import ContractObject
 from agent_wrapper.shared.workspace import pack_folder
+from rollout_backend.base.formats import count
 from rollout_backend.config import AgentCoreConfig, RuntimeConfig, TaskImageConfig
-from rollout_backend.core.formats import count
 from rollout_backend.core.task import Task
 from rollout_backend.errors import ConfigError, TaskFileError
 

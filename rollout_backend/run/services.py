@@ -30,10 +30,10 @@ from rollout_backend.agents.runtimes.base import (
     open_runtime,
     runtime_class,
 )
+from rollout_backend.base.check_result import raise_problems
 from rollout_backend.base.disk import call_disk
 from rollout_backend.base.waiting_connections import raise_file_limit
 from rollout_backend.config import RolloutConfig, RuntimeConfig
-from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.harbor import VERIFIER
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import Heartbeats, SessionEnds

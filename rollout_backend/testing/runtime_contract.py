@@ -30,8 +30,8 @@ import pytest
 from pydantic import SecretStr
 
 from rollout_backend.agents.runtimes.base import AgentRuntime, open_runtime
+from rollout_backend.base.check_result import raise_problems
 from rollout_backend.config import RuntimeConfig
-from rollout_backend.core.check_result import raise_problems
 from rollout_backend.core.reasons import WHAT_TO_DO
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, PreflightError, TrainingServiceError
 from rollout_backend.training.sagemaker import SageMakerService
 from rollout_backend.training.tinker import TinkerService

@@ -32,10 +32,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 from tenacity import wait_random_exponential
 
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.base.local_keys import HOST
 from rollout_backend.base.retry import log_retry, retry_until
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, PreflightError, StartupError, TrainingServiceError
 from rollout_backend.model.serving.engine import EngineFactory
 from rollout_backend.training.checks import check_service

@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 from transformers import CONFIG_MAPPING
 
+from rollout_backend.base.check_result import CheckResult, raise_problems
 from rollout_backend.config import ModelConfig, RolloutConfig
-from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.rendering.image_positions import prepares_images
 from rollout_backend.model.serving.local_engine import IMAGE_CACHE

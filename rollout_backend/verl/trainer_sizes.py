@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rollout_backend.core.check_result import CheckResult, Level
+from rollout_backend.base.check_result import CheckResult, Level
 
 _SEGMENTS = 8
 """Rows of a rollout for which TransferQueue should have room: a rollout has one for each of its segments."""

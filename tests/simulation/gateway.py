@@ -12,11 +12,11 @@ from typing import Any
 
 from agent_wrapper.contract import ModelEndpoint, RolloutRequest
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ServingError
 from rollout_backend.model.gateway.sessions import journal_folder
+from rollout_backend.model.model_call import ApiError
 from tests.simulation.agent_sources import AgentSources
 from tests.simulation.environment import Environment
 from tests.simulation.session import Session

@@ -13,7 +13,7 @@ from typing import Any
 
 from builders import function_tool, user
 from families import FAMILIES, GEMMA, Family
-from rollout_backend.core.model_call import Choice, ModelCall
+from rollout_backend.model.model_call import Choice, ModelCall
 from rollout_backend.model.rendering.reply import StreamingParser, read_reply
 from rollout_backend.model.rendering.segments import Completion
 

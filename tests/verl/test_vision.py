@@ -19,9 +19,9 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from agent_wrapper.contract import ImageSpan, Rollout, Segment
-from rollout_backend.core.images import Image
 from rollout_backend.core.rows import SeenImage, rows_of
 from rollout_backend.errors import ConfigError
+from rollout_backend.model.images import Image
 from rollout_backend.model.rendering import image_positions as of_gateway
 from rollout_backend.verl import row_images as of_verl
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields

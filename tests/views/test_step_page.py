@@ -13,8 +13,8 @@ import pytest
 from agent_wrapper.contract import Failure, Outcome, Rollout, readable
 from made_runs import MadeRun, make_run, reopen_last_step
 from report_page import Page
+from rollout_backend.base import formats
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
 from rollout_backend.run.accounts.archive import RunArchive
 from rollout_backend.run.accounts.records import ResultSummary, RolloutRecord

@@ -18,9 +18,9 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from agent_wrapper.contract import Rollout
 from rollout_backend.base.aws import Permission
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import RuntimeConfig, TaskImageConfig
 from rollout_backend.config.section import import_path
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.harbor import TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (

@@ -24,10 +24,10 @@ from rollout_backend.agents.runtimes.base import CleanupSpec
 from rollout_backend.agents.runtimes.process.control import KILL_S, pipe_of, send_stop
 from rollout_backend.agents.runtimes.process.runtime import CommandRuntime, ProcessRuntime
 from rollout_backend.agents.runtimes.process.session import ProcessSession
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.base.logs import report_failure
 from rollout_backend.base.retry import retry
 from rollout_backend.config import RayConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (
     OutcomeUnknown,

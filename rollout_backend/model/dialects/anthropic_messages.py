@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, Message, ModelCall
 from rollout_backend.model.dialects import base
 from rollout_backend.model.dialects.base import Body, Dialect, EventStream, ImageReader, refuse, refused
+from rollout_backend.model.images import Image
+from rollout_backend.model.model_call import Answer, ApiError, Choice, Delta, Message, ModelCall
 
 _TEXT_ONLY = "image blocks cannot be read: this model takes text only, so send what it says as text"
 _INVALID = "INVALID_JSON"

@@ -34,8 +34,8 @@ from pydantic_core import from_json
 from agent_wrapper.contract import ContractError
 from agent_wrapper.contract.codec import check_json
 from rollout_backend.base.giving_way import let_others_go_first
-from rollout_backend.core.images import Image, ImageLimits, read_image
-from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
+from rollout_backend.model.images import Image, ImageLimits, read_image
+from rollout_backend.model.model_call import Answer, ApiError, Delta, Message, ModelCall
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1000
 MAX_CHOICES = 16

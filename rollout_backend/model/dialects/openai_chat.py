@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
-from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, ApiError, Delta, Message, ModelCall
 from rollout_backend.model.dialects import base
 from rollout_backend.model.dialects.base import Body, Dialect, EventStream, ImageReader, refuse, refused
+from rollout_backend.model.images import Image
+from rollout_backend.model.model_call import Answer, ApiError, Delta, Message, ModelCall
 
 _NO_PREFILL = "this model cannot continue a prefilled reply; leave it out"
 _TEXT_ONLY = "parts of type 'image_url' are not supported, only text is"

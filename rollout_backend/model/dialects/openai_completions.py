@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from rollout_backend.core.model_call import Answer, Delta, ModelCall
 from rollout_backend.model.dialects import base
 from rollout_backend.model.dialects.base import Dialect, EventStream, ignored, refuse, refused
 from rollout_backend.model.dialects.openai_chat import ChatEvents, CompletionFields, usage
+from rollout_backend.model.model_call import Answer, Delta, ModelCall
 
 # The default of this API and of the engines.
 _MAX_TOKENS = 16

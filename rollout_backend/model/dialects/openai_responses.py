@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, Message, ModelCall, whole_deltas
 from rollout_backend.model.dialects import base
 from rollout_backend.model.dialects.base import Body, Dialect, EventStream, ImageReader, refuse, refused
 from rollout_backend.model.dialects.openai_responses_stream import ResponseEcho, ResponseEvents
+from rollout_backend.model.images import Image
+from rollout_backend.model.model_call import Answer, Message, ModelCall, whole_deltas
 
 _TEXT_ONLY = "input_image cannot be read: this model takes text only, so send what it says as input_text"
 _NOT_STORED = "are not stored here; send the whole conversation as input"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
-from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
 from rollout_backend.model.dialects import base
 from rollout_backend.model.dialects.base import EventStream
+from rollout_backend.model.model_call import Answer, ApiError, Delta, ModelCall
 
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
 

@@ -8,8 +8,8 @@ the class that `__type` names.
 from dataclasses import replace
 from typing import Any
 
-from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.model.dialects.openai_chat import OpenAIChat
+from rollout_backend.model.model_call import ApiError, ModelCall
 
 _ERRORS = {
     401: "AccessDeniedException",

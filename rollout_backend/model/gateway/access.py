@@ -34,11 +34,11 @@ from rollout_backend.base.waiting_connections import (
     WatchedProtocol,
     raise_file_limit,
 )
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import KeyRefused, SessionClaims, expand, shard_of, verify
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, check_journal
+from rollout_backend.model.model_call import ApiError
 
 # Longer than any load balancer's, so that none reuses a connection that this side is closing.
 KEEP_ALIVE_S = 4200

@@ -23,7 +23,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from rollout_backend.config import LeftOut
-from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, ModelCall, context_exceeded, not_adopted
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.dialects.base import Dialect, EventStream, to_json
 from rollout_backend.model.gateway.access import TRAJECTORY_HEADER
@@ -35,6 +34,7 @@ from rollout_backend.model.gateway.session_share import SessionShare, too_large
 from rollout_backend.model.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.model.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.model.gateway.stats import GatewayStats
+from rollout_backend.model.model_call import Answer, ApiError, Choice, Delta, ModelCall, context_exceeded, not_adopted
 
 # Limit of a body without images: bytes, plus bytes per token of context.
 _BYTES, _TOKEN_BYTES = 1024 * 1024, 32

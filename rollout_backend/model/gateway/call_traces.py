@@ -7,9 +7,9 @@ import time
 from agent_wrapper.contract.keys import trace_ids
 from rollout_backend.base import tracing
 from rollout_backend.base.tracing import SpanSender
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.gateway.sessions.calls import InFlightCall
+from rollout_backend.model.model_call import ApiError
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
 

@@ -25,12 +25,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import SessionClaims, expand
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, Authenticator
 from rollout_backend.model.gateway.session_share import read_body
 from rollout_backend.model.gateway.sessions.registry import SessionRegistry
+from rollout_backend.model.model_call import ApiError
 
 # Clients of `sagemaker.train.rft` take an error with these words for a repeated report.
 _CONFLICT = "Cannot transition trajectory: "

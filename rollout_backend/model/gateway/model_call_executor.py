@@ -25,19 +25,6 @@ from typing import Any, TypeVar
 from renderers import ParsedResponse
 
 from rollout_backend.base.giving_way import let_others_go_first
-from rollout_backend.core.images import check_pixels
-from rollout_backend.core.model_call import (
-    NO_TOOL_PARSER,
-    Answer,
-    ApiError,
-    Choice,
-    Message,
-    ModelCall,
-    context_exceeded,
-    trajectory_too_large,
-    whole_deltas,
-    with_logprobs,
-)
 from rollout_backend.errors import EngineUnavailable
 from rollout_backend.model.gateway.admission import Admission
 from rollout_backend.model.gateway.cpu_shares import CpuShare, charged_task
@@ -56,6 +43,19 @@ from rollout_backend.model.gateway.sessions.comparison import begins, defaults_o
 from rollout_backend.model.gateway.sessions.conversations import Conversations, Prompt, RecordedTurn, is_cache_break
 from rollout_backend.model.gateway.sessions.registry import OpenSession
 from rollout_backend.model.gateway.stats import GatewayStats, bounded_name, count
+from rollout_backend.model.images import check_pixels
+from rollout_backend.model.model_call import (
+    NO_TOOL_PARSER,
+    Answer,
+    ApiError,
+    Choice,
+    Message,
+    ModelCall,
+    context_exceeded,
+    trajectory_too_large,
+    whole_deltas,
+    with_logprobs,
+)
 from rollout_backend.model.rendering.constrained_decoding import Constraints
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 from rollout_backend.model.rendering.reply import StreamingParser, logprob_entry, read_reply, read_tokens

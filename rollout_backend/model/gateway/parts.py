@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollout_backend.core.images import ImageLimits
 from rollout_backend.core.seal import Sealer
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.dialects.base import Dialect, separators
@@ -22,6 +21,7 @@ from rollout_backend.model.gateway.model_call_executor import ModelCallExecutor
 from rollout_backend.model.gateway.sessions.journal import SessionJournal
 from rollout_backend.model.gateway.sessions.registry import SessionRegistry
 from rollout_backend.model.gateway.stats import GatewayStats
+from rollout_backend.model.images import ImageLimits
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 
 

@@ -55,7 +55,6 @@ from agent_wrapper.contract import Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from rollout_backend.base.logs import dropped_lines
 from rollout_backend.base.retry import repeat
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
@@ -64,6 +63,7 @@ from rollout_backend.model.gateway.cpu_shares import CpuShare
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.parts import GatewayParts
 from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, read_body
+from rollout_backend.model.model_call import ApiError
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 from rollout_backend.model.rendering.renderer import load_renderer
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import zstandard
 from starlette.requests import Request
 
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares
+from rollout_backend.model.model_call import ApiError
 
 _T = TypeVar("_T")
 MAX_REQUESTS = 1024

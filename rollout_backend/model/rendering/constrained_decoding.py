@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rollout_backend.core.model_call import ApiError, ModelCall
+from rollout_backend.model.model_call import ApiError, ModelCall
 from rollout_backend.model.rendering.grammar_budget import check_form
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_backend.core.images import Image, PlacedImage
+from rollout_backend.model.images import Image, PlacedImage
 
 # These renderers represent an image by one repeated token.
 _RENDERERS = frozenset({"qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"})

@@ -31,7 +31,7 @@ from uuid import uuid4
 
 from renderers import ParsedResponse
 
-from rollout_backend.core.model_call import Choice, Delta, Message, ModelCall
+from rollout_backend.model.model_call import Choice, Delta, Message, ModelCall
 from rollout_backend.model.rendering.guarded_renderer import CALL_START, RendererBundle
 from rollout_backend.model.rendering.reasoning import OTHER_MARKERS
 from rollout_backend.model.rendering.segments import Completion

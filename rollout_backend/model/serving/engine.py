@@ -12,8 +12,8 @@ from typing import ClassVar, NoReturn, Protocol, runtime_checkable
 
 import aiohttp
 
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import EngineName, RolloutConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ServingError
 
 REPORT_WAIT_AFTER_S = 5.0

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 
 from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base.addresses import host_port, is_everywhere
+from rollout_backend.base.formats import count
 from rollout_backend.config import GatewayConfig, ModelConfig, RolloutConfig, ServingConfig
-from rollout_backend.core.formats import count
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.errors import ServingError, StartupError
 from rollout_backend.model.gateway.stats import GatewayStats

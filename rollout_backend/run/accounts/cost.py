@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from rollout_backend.base.formats import dollars
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
-from rollout_backend.core.formats import dollars
 from rollout_backend.run.accounts.summary import NO_USAGE, StepSummary, Usage
 
 # Prices per vCPU-hour and GB-hour, by AgentCore platform.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.formats import count
+from rollout_backend.base.formats import count
 from rollout_backend.core.ledger import NO_RESULT
 from rollout_backend.model.gateway.stats import EngineUse
 from rollout_backend.run.accounts.step_report import CallRate, GroupReport, StepReport

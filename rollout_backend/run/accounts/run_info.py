@@ -21,8 +21,8 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from rollout_backend.base.dockerignore import FilePatterns
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.dockerignore import FilePatterns
 from rollout_backend.run.lease import LeaseHolder
 
 RunState = Literal["running", "ended", "interrupted", "failed", "killed", "silent"]

@@ -22,8 +22,8 @@ from agent_wrapper.contract import (
 )
 from rollout_backend.base import aws
 from rollout_backend.base.aws import CallLog, Identity, Permission
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.run.collect.queue import queue_name
 
 # Most AWS services refuse a call whose date is off by more than this.

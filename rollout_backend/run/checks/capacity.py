@@ -7,8 +7,8 @@ import math
 import resource
 from collections.abc import Iterator
 
+from rollout_backend.base.check_result import CheckResult, Level
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.check_result import CheckResult, Level
 from rollout_backend.model.gateway.access import needed_files
 
 

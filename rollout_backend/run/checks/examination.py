@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 
 from rollout_backend.agents.runtimes.base import AgentRuntime, runtime_class
 from rollout_backend.base import aws
+from rollout_backend.base.check_result import CheckResult
+from rollout_backend.base.formats import dollars
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.formats import dollars
 from rollout_backend.run.accounts.archive import RunArchive
 from rollout_backend.run.accounts.cost import Prices
 from rollout_backend.run.accounts.findings import Level, forced_formats

@@ -28,11 +28,11 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 
 from rollout_backend.base.addresses import host_port, is_loopback, local_address
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.base.child_process import run_child
+from rollout_backend.base.formats import count, size
 from rollout_backend.base.tracing import check_installed
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
-from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.formats import count, size
 from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.model.gateway.access import needed_files

@@ -15,15 +15,15 @@ import aiohttp
 
 from agent_wrapper.contract import Trajectory
 from agent_wrapper.shared.trajectory import TrajectoryUnavailable, fetch_trajectory
+from rollout_backend.base.check_result import CheckResult
+from rollout_backend.base.formats import count
 from rollout_backend.config import ModelConfig, RolloutConfig
 from rollout_backend.config.model import local_folder
-from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.formats import count
-from rollout_backend.core.model_call import NO_TOOL_PARSER
 from rollout_backend.core.routed_experts import row_bytes
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError, RolloutBackendError
 from rollout_backend.model.gateway.stats import EngineLoad
+from rollout_backend.model.model_call import NO_TOOL_PARSER
 from rollout_backend.model.serving.model_serving import ModelServing
 
 _REPLY = "It is 7."

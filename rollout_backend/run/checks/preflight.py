@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from rollout_backend.agents.runtimes.base import AgentRuntime, open_runtime, runtime_class
+from rollout_backend.base.check_result import CheckResult, Level, raise_problems
 from rollout_backend.base.disk import call_disk
 from rollout_backend.config import AgentCoreConfig, RolloutConfig, RuntimeConfig
 from rollout_backend.config.gateway import AUTO
-from rollout_backend.core.check_result import CheckResult, Level, raise_problems
 from rollout_backend.core.harbor import describe_ignored, fit_to_runtime
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, PreflightError, RolloutBackendError

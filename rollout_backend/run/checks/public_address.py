@@ -20,9 +20,9 @@ from aiohttp import web
 
 from rollout_backend.base import aws
 from rollout_backend.base.addresses import host_port, is_everywhere, is_loopback, listen_addresses
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import AgentCoreConfig, GatewayConfig, RolloutConfig, is_placeholder
 from rollout_backend.config.gateway import AUTO
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.model.serving.gateway_process import own_address, public_gateway_config, public_url
 
 _TIMEOUT_S = 10.0

@@ -24,11 +24,11 @@ from botocore.parsers import ResponseParserError
 from tenacity import RetryCallState, stop_after_attempt, wait_fixed
 
 from rollout_backend.base import aws
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.base.logs import report_failure
 from rollout_backend.base.names import derived_name
 from rollout_backend.base.retry import retry
 from rollout_backend.config import AwsConfig, QueueConfig, StorageConfig
-from rollout_backend.core.check_result import CheckResult
 
 log = logging.getLogger(__name__)
 

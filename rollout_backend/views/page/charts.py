@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core import formats
+from rollout_backend.base import formats
 from rollout_backend.run.accounts.records import RolloutRecord
 from rollout_backend.run.accounts.summary import Learning, TaskRewards, duration, percentiles, span
 

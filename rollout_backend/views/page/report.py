@@ -27,9 +27,9 @@ from aiohttp.typedefs import Handler
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rollout_backend.base import formats
 from rollout_backend.base.addresses import host_port, is_loopback, listen_addresses
 from rollout_backend.base.atomic_file import write_file
-from rollout_backend.core import formats
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.rendering.token_bytes import TokenText
 from rollout_backend.model.serving.server_process import require_port

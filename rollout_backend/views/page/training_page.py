@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_backend.core import formats
+from rollout_backend.base import formats
 from rollout_backend.run.accounts.cost import Cost
 from rollout_backend.run.accounts.findings import Finding, Level
 from rollout_backend.run.accounts.summary import Learning, StepSummary, add

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.formats import count, dollars, percent, seconds
+from rollout_backend.base.formats import count, dollars, percent, seconds
 from rollout_backend.model.serving.engine_fleet import ServerState
 from rollout_backend.model.serving.model_serving import RunPhase
 from rollout_backend.run.accounts.cost import Cost, Prices

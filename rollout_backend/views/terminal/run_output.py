@@ -20,8 +20,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.base.formats import count
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.formats import count
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.model.serving.model_serving import RunPhase
 from rollout_backend.model.serving.supervisor import ServingEvent

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome
-from rollout_backend.core.formats import count, percent, seconds
+from rollout_backend.base.formats import count, percent, seconds
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.serving.model_serving import RunPhase

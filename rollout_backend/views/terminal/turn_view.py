@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_wrapper.contract import Rollout, Segment, Turn, readable
-from rollout_backend.core.formats import count
+from rollout_backend.base.formats import count
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.rendering.token_bytes import TokenText
 from rollout_backend.run.accounts.findings import show_command

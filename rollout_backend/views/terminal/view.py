@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome, Rollout, Segment, readable
-from rollout_backend.core.formats import count
+from rollout_backend.base.formats import count
 from rollout_backend.core.reasons import documented_at
 from rollout_backend.run.accounts.findings import length_findings, rate_findings, show_command
 from rollout_backend.run.accounts.records import ResultSummary, RolloutRecord

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 
 from agent_wrapper.contract import ContractError, Outcome, Rollout
-from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.formats import count
+from rollout_backend.base.check_result import CheckResult
+from rollout_backend.base.formats import count
 from rollout_backend.core.seal import Sealer
 from rollout_backend.workbench.deploy.package import ENTRY_POINT, check_folder
 from rollout_backend.workbench.local.harness import AgentHarness, AgentRunError

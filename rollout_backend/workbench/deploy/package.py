@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 import agent_wrapper
 from rollout_backend.agents.runtimes.agentcore.provision import MAX_UNPACKED_BYTES, MAX_ZIP_BYTES
 from rollout_backend.base.child_process import find_uv, run_child
-from rollout_backend.core.dockerignore import FilePatterns
+from rollout_backend.base.dockerignore import FilePatterns
 from rollout_backend.errors import ConfigError
 from rollout_backend.workbench.deploy import CONSTRAINTS, INFRA
 

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.text import Text
 
 from agent_wrapper.contract import Outcome, Rollout, readable
+from rollout_backend.base.formats import count
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.formats import count
 from rollout_backend.core.harbor import VERIFIER
-from rollout_backend.core.model_call import Message, ModelCall
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.gateway.sessions.conversations import RecordedTurn
+from rollout_backend.model.model_call import Message, ModelCall
 from rollout_backend.run.scoring.scorer import ScoringError, configured_scorer, load_scorer
 from rollout_backend.views.terminal.view import print_text
 from rollout_backend.workbench.local.harness import AgentHarness, AgentRunError, Watcher

@@ -41,7 +41,6 @@ from agent_wrapper.contract import (
 from agent_wrapper.shared.threads import in_thread
 from rollout_backend.base import aws
 from rollout_backend.config import RolloutConfig
-from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import RolloutBackendError
@@ -49,6 +48,7 @@ from rollout_backend.model.dialects.registry import DIALECTS
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions.conversations import RecordedTurn
 from rollout_backend.model.gateway.sessions.journal import read_session
+from rollout_backend.model.model_call import ApiError, ModelCall
 from rollout_backend.model.serving.gateway_fleet import GatewayFleet
 from rollout_backend.run.scoring.rollout_scorer import scored
 from rollout_backend.run.scoring.scorer import ScoreInput, Scorer

@@ -34,8 +34,8 @@ from rollout_backend.agents.runtimes.agentcore.provision import (
     plan,
 )
 from rollout_backend.agents.runtimes.agentcore.runtime import AgentCoreRuntime
+from rollout_backend.base.check_result import CheckResult, raise_problems
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.core.check_result import CheckResult, raise_problems
 from rollout_backend.errors import InvokeRejected, PreflightError
 from rollout_backend.workbench.deploy.adoption import _READ_ONLY, adopt, adoption_of
 from rollout_backend.workbench.local.agentcore_emulator import ROLE

@@ -23,8 +23,8 @@ from rollout_backend.agents.runtimes.agentcore.runtime import AgentCoreRuntime, 
 from rollout_backend.agents.runtimes.base import AgentRuntime
 from rollout_backend.agents.runtimes.http import SESSION_HEADER, HttpRuntime, session_stopper
 from rollout_backend.agents.runtimes.kubernetes.runtime import KubernetesRuntime
+from rollout_backend.base.check_result import raise_problems
 from rollout_backend.config import AgentCoreConfig, HttpConfig, KubernetesConfig
-from rollout_backend.core.check_result import raise_problems
 from rollout_backend.errors import (
     ContainerStartTimeout,
     InvokeRejected,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 
 from dialect_data import ANTHROPIC, CALL, answer, read_events
-from rollout_backend.core.model_call import ApiError, Delta
 from rollout_backend.model.dialects.anthropic_messages import AnthropicMessages
+from rollout_backend.model.model_call import ApiError, Delta
 
 DIALECT = AnthropicMessages()
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}

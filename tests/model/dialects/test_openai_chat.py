@@ -3,8 +3,8 @@ import json
 import pytest
 
 from builders import assistant, user
-from rollout_backend.core.model_call import Answer, ApiError, Choice, Delta, ModelCall
 from rollout_backend.model.dialects.openai_chat import OpenAIChat
+from rollout_backend.model.model_call import Answer, ApiError, Choice, Delta, ModelCall
 
 CHAT = OpenAIChat()
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -4,8 +4,8 @@ import openai
 import pytest
 
 from builders import stream_data
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.model.dialects.openai_completions import OpenAICompletions
+from rollout_backend.model.model_call import ApiError
 
 CALL = {"model": "scripted", "prompt": "2 + 3 ="}
 PATH = "/v1/completions"

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 
 from dialect_data import CALL, RESPONSES, answer, read_events
-from rollout_backend.core.model_call import ApiError, Delta
 from rollout_backend.model.dialects.openai_responses import OpenAIResponses
+from rollout_backend.model.model_call import ApiError, Delta
 
 DIALECT = OpenAIResponses()
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}}

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import httpx
 
-from rollout_backend.core.model_call import Answer, ApiError, Delta, ModelCall
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
+from rollout_backend.model.model_call import Answer, ApiError, Delta, ModelCall
 from rollout_backend.workbench.local.scripted import ScriptedEngine
 
 

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image as pillow
 
 from rollout_backend.base.giving_way import giving_way
-from rollout_backend.core.images import ImageLimits
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.model.dialects.base import RequestMemo
 from rollout_backend.model.dialects.openai_chat import OpenAIChat
 from rollout_backend.model.dialects.openai_responses import OpenAIResponses
+from rollout_backend.model.images import ImageLimits
+from rollout_backend.model.model_call import ApiError
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": 'ünïcode ], "messages": [ \\ 🙂'}

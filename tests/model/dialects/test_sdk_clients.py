@@ -13,10 +13,10 @@ from openai.types.responses import Response as OpenAIResponse
 
 from builders import assistant, user
 from dialect_data import ANTHROPIC, FULL, PROMPT_TOKENS, answer
-from rollout_backend.core.model_call import ApiError, Delta, ModelCall, whole_deltas
 from rollout_backend.model.dialects.anthropic_messages import AnthropicMessages
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.openai_responses import OpenAIResponses
+from rollout_backend.model.model_call import ApiError, Delta, ModelCall, whole_deltas
 
 
 class Sdk:

@@ -18,7 +18,6 @@ from botocore.exceptions import ClientError
 from itsdangerous.encoding import base64_encode
 
 from builders import Clock, user
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.session_key import expand, issue, shorten, verify
 from rollout_backend.model.dialects import sagemaker_job_runtime as dialect
 from rollout_backend.model.gateway import job_runtime
@@ -27,6 +26,7 @@ from rollout_backend.model.gateway.sessions import journal_writer
 from rollout_backend.model.gateway.sessions.journal import SessionJournal
 from rollout_backend.model.gateway.sessions.journal_folder import prepare
 from rollout_backend.model.gateway.sessions.registry import SessionRegistry
+from rollout_backend.model.model_call import ApiError
 from rollouts import make_claims
 
 SERVICE = "sagemakerjobruntime"

@@ -18,7 +18,6 @@ import pytest
 
 from agent_wrapper.contract import Trajectory
 from builders import Clock, assistant, eventually, function_tool, hang_up, tool_result, until, user
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.core.seal import SealClaims, Sealer
 from rollout_backend.core.session_key import KeyRefused, issue, read_claims, verify
 from rollout_backend.errors import ConfigError
@@ -28,6 +27,7 @@ from rollout_backend.model.gateway.sessions.journal import SessionJournal
 from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, prepare
 from rollout_backend.model.gateway.sessions.registry import MAX_UNANSWERED, SessionRegistry
 from rollout_backend.model.gateway.stats import GatewayStats
+from rollout_backend.model.model_call import ApiError
 from rollout_backend.model.serving.run_secret import key_secret
 from rollout_backend.workbench.local.scripted import Fail, ScriptedEngine
 

@@ -8,12 +8,12 @@ import pytest
 from agent_wrapper.contract import VersionSpan
 from builders import Held, assistant, function_call, function_tool, tool_result, user
 from rollout_backend.config import ExpertShape, ModelConfig
-from rollout_backend.core.model_call import Delta, ModelCall
 from rollout_backend.core.routed_experts import ExpertRows, unpack
 from rollout_backend.model.gateway.sessions import conversations
 from rollout_backend.model.gateway.sessions import journal as journals
 from rollout_backend.model.gateway.sessions.calls import InFlightCall
 from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.model_call import Delta, ModelCall
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.model.rendering.reply import read_tokens
 from rollout_backend.model.rendering.segments import Completion

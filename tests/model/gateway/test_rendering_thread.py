@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from builders import Clock, assistant, user
-from rollout_backend.core.model_call import ModelCall
 from rollout_backend.model.gateway import cpu_shares
 from rollout_backend.model.gateway.cpu_shares import CpuShare, CpuShares
 from rollout_backend.model.gateway.model_call_executor import CallRenderer
 from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.model_call import ModelCall
 from rollout_backend.model.rendering.segments import Completion
 from rollout_backend.model.rendering.text_encoder import accelerate
 from vocabularies import tokenizer_folder

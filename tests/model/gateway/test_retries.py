@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from builders import function_tool, hang_up, stream_data, until, user
-from rollout_backend.core.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.model.gateway.sessions.calls import MAX_ANSWERS, InFlightCall, RequestKey, RetryCache
+from rollout_backend.model.model_call import Answer, Choice, Delta, ModelCall
 from rollout_backend.workbench.local.scripted import Fail
 
 BODY = {"model": "scripted", "messages": [user("Say something.")]}

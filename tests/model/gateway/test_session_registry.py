@@ -5,9 +5,9 @@ import pytest
 
 from agent_wrapper.contract import Trajectory
 from builders import Clock
-from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.model.gateway.sessions.calls import InFlightCall
 from rollout_backend.model.gateway.sessions.registry import OpenSession, SessionRegistry
+from rollout_backend.model.model_call import ApiError, ModelCall
 from rollout_backend.model.rendering.segments import Completion
 from rollouts import make_claims
 

@@ -21,7 +21,6 @@ from agent_wrapper import RolloutApp
 from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.base.waiting_connections import WaitingConnections
-from rollout_backend.core.model_call import ApiError
 from rollout_backend.model.gateway import cpu_shares, session_share
 from rollout_backend.model.gateway.__main__ import server_options
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, bounded_protocol
@@ -29,6 +28,7 @@ from rollout_backend.model.gateway.cpu_shares import CpuShares
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, decompress, is_brief
 from rollout_backend.model.gateway.sessions import registry
+from rollout_backend.model.model_call import ApiError
 
 CALL = {"model": "scripted", "messages": [user("What is 2 + 3?")]}
 MANY = [user("a")] * 1_000

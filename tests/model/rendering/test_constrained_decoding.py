@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from rollout_backend.core.model_call import ApiError, ModelCall
+from rollout_backend.model.model_call import ApiError, ModelCall
 from rollout_backend.model.rendering.constrained_decoding import Constraints
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}

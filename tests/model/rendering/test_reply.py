@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
-from rollout_backend.core.model_call import ModelCall
+from rollout_backend.model.model_call import ModelCall
 from rollout_backend.model.rendering.reply import read_reply
 from rollout_backend.model.rendering.segments import Completion
 

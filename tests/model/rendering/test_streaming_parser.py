@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from builders import function_tool
 from rollout_backend.config import ModelConfig
-from rollout_backend.core.model_call import Choice, Delta, ModelCall
+from rollout_backend.model.model_call import Choice, Delta, ModelCall
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.model.rendering.reply import StreamingParser, read_reply
 from rollout_backend.model.rendering.segments import Completion

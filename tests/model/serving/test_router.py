@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from builders import eventually, generate, post, run_config
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import RouterConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.errors import ConfigError, StartupError
 from rollout_backend.model.gateway.engine.client import EngineClient
 from rollout_backend.model.gateway.engine.engines import Engines

@@ -10,7 +10,7 @@ from agent_wrapper.contract import Outcome
 from builders import run_config
 from made_runs import MadeRun, make_run
 from report_page import Page
-from rollout_backend.core.formats import dollars
+from rollout_backend.base.formats import dollars
 from rollout_backend.run.accounts.cost import Cost, Prices
 from rollout_backend.run.accounts.summary import Usage, summarize
 from rollout_backend.views.export import export_run

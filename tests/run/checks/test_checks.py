@@ -20,8 +20,8 @@ from agent_wrapper.contract import Trajectory
 from builders import issue, run_config
 from rollout_backend.agents.runtimes.agentcore.runtime import AgentCoreRuntime
 from rollout_backend.base.aws import Identity
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import AgentCoreConfig, RolloutConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import PreflightError
 from rollout_backend.model.gateway.stats import EngineLoad

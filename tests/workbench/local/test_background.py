@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.cli import app
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.workbench.deploy import contract_check
 from rollout_backend.workbench.local import background
 from rollout_backend.workbench.local.background import STATE, BackgroundCloud, read_background_cloud

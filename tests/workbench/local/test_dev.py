@@ -21,9 +21,9 @@ from agent_wrapper.contract import Rollout, readable
 from agent_wrapper.shared.workspace import WORKSPACE, pack_folder
 from builders import assistant, eventually, function_call, processes_with, run_config, user
 from rollout_backend.cli.laptop import find_tasks
-from rollout_backend.core.model_call import ModelCall
 from rollout_backend.core.tasks import Task
 from rollout_backend.errors import ConfigError, TaskFileError
+from rollout_backend.model.model_call import ModelCall
 from rollout_backend.workbench.local.dev import (
     CallPrinter,
     DevRunner,

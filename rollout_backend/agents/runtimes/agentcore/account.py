@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from rollout_backend.base import aws
 from rollout_backend.base.aws import Permission
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import AgentCoreConfig
 from rollout_backend.config.runtimes import LARGE_REGIONS, SMALL_REGION_SESSIONS
-from rollout_backend.core.check_result import CheckResult
 
 _SERVICE = "bedrock-agentcore"
 # Quota codes of Service Quotas.

@@ -22,8 +22,8 @@ from botocore.exceptions import ClientError
 
 from rollout_backend.agents.runtimes.agentcore.provision import CodeArtifact, RuntimeSpec
 from rollout_backend.base import aws
-from rollout_backend.core.check_result import CheckResult
-from rollout_backend.core.formats import count
+from rollout_backend.base.check_result import CheckResult
+from rollout_backend.base.formats import count
 
 _ARM64 = "arm64"
 _PUBLIC_URL = "https://public.ecr.aws"

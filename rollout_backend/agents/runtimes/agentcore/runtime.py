@@ -28,8 +28,8 @@ from rollout_backend.agents.runtimes.base import AgentRuntime, CleanupSpec, erro
 from rollout_backend.agents.runtimes.http import read_answer
 from rollout_backend.base import aws
 from rollout_backend.base.aws import Permission
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import AgentCoreConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer
 from rollout_backend.core.reasons import NOT_SERVING, NOT_SERVING_TEXT
 from rollout_backend.core.session_ends import SessionEnd

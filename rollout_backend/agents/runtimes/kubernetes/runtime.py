@@ -34,8 +34,8 @@ from rollout_backend.agents.runtimes.kubernetes.manifests import (
     verifier_manifest,
 )
 from rollout_backend.agents.runtimes.kubernetes.pods import PodState, PodWatch, pod_state
+from rollout_backend.base.check_result import CheckResult
 from rollout_backend.config import KubernetesConfig
-from rollout_backend.core.check_result import CheckResult
 from rollout_backend.core.harbor import CONTAINER_FIELD, TaskContainer
 from rollout_backend.core.session_ends import SessionEnd
 from rollout_backend.errors import (

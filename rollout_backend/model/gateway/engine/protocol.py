@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from agent_wrapper.contract import Sampling
 from rollout_backend.config import ExpertShape, RouterKind
-from rollout_backend.core.images import PlacedImage, collapse_images
-from rollout_backend.core.model_call import ApiError, ModelCall, context_exceeded
 from rollout_backend.core.routed_experts import pack
 from rollout_backend.core.tasks import planned_id
 from rollout_backend.errors import ServingError
+from rollout_backend.model.images import PlacedImage, collapse_images
+from rollout_backend.model.model_call import ApiError, ModelCall, context_exceeded
 from rollout_backend.model.rendering.segments import Completion
 from rollout_backend.model.rendering.token_bytes import StopStrings
 

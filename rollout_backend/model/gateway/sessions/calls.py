@@ -35,8 +35,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from uuid import uuid4
 
-from rollout_backend.core.model_call import Answer, Delta, Message, ModelCall, session_closed, whole_deltas
 from rollout_backend.model.gateway.sessions.conversations import Prompt, RecordedReply
+from rollout_backend.model.model_call import Answer, Delta, Message, ModelCall, session_closed, whole_deltas
 from rollout_backend.model.rendering.segments import Completion
 
 MAX_ANSWERS = 16

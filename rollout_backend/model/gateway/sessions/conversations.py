@@ -29,8 +29,6 @@ import numpy as np
 from agent_wrapper.contract import ImageSpan, Segment
 from rollout_backend.base.giving_way import let_others_go_first
 from rollout_backend.config import ExpertShape
-from rollout_backend.core.images import Image, PlacedImage, collapse_images, image_names
-from rollout_backend.core.model_call import ModelCall
 from rollout_backend.model.dialects.base import to_json
 from rollout_backend.model.gateway.sessions.comparison import (
     Defaults,
@@ -41,6 +39,8 @@ from rollout_backend.model.gateway.sessions.comparison import (
     defaults_of,
     reasoning_of,
 )
+from rollout_backend.model.images import Image, PlacedImage, collapse_images, image_names
+from rollout_backend.model.model_call import ModelCall
 from rollout_backend.model.rendering.reply import PROBE, read_tokens
 from rollout_backend.model.rendering.segments import Completion, SegmentRecorder, TurnPosition
 

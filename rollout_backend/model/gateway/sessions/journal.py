@@ -47,13 +47,13 @@ import msgpack
 
 from agent_wrapper.contract import ImageSpan, VersionSpan
 from rollout_backend.base.atomic_file import write_file
-from rollout_backend.core.images import Image
-from rollout_backend.core.model_call import Answer, Choice
 from rollout_backend.core.routed_experts import ExpertRows
 from rollout_backend.errors import ConfigError
 from rollout_backend.model.dialects.base import to_json
 from rollout_backend.model.gateway.sessions.conversations import Continued, RecordedReply, RecordedTurn
 from rollout_backend.model.gateway.sessions.journal_folder import OPEN_FILES, lock
+from rollout_backend.model.images import Image
+from rollout_backend.model.model_call import Answer, Choice
 from rollout_backend.model.rendering.segments import Completion, TurnPosition
 
 _HEAD = struct.Struct("<II")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout_backend.base.atomic_file import write_file
-from rollout_backend.core.model_call import session_lost
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.errors import ConfigError
+from rollout_backend.model.model_call import session_lost
 
 _PARTS = ("sessions", "closed", "journal_id")
 # The previous gateway may need this long to send its last answers and exit.

@@ -25,14 +25,6 @@ from agent_wrapper.contract import ContractError, Trajectory
 from agent_wrapper.contract.codec import MAX_OBJECT_BYTES, unpacked_size
 from rollout_backend.base.logs import report_failure
 from rollout_backend.config import ExpertShape
-from rollout_backend.core.model_call import (
-    Answer,
-    journal_unreadable,
-    journal_unwritable,
-    session_closed,
-    session_lost,
-    trajectory_too_large,
-)
 from rollout_backend.core.seal import Sealer
 from rollout_backend.core.session_ends import HeartbeatReport
 from rollout_backend.core.session_key import SessionClaims
@@ -45,6 +37,14 @@ from rollout_backend.model.gateway.sessions.conversations import Conversations, 
 from rollout_backend.model.gateway.sessions.journal import Record, SessionJournal
 from rollout_backend.model.gateway.sessions.journal_writer import JournalWriter
 from rollout_backend.model.gateway.stats import GatewayStats, count
+from rollout_backend.model.model_call import (
+    Answer,
+    journal_unreadable,
+    journal_unwritable,
+    session_closed,
+    session_lost,
+    trajectory_too_large,
+)
 from rollout_backend.model.rendering.guarded_renderer import RendererBundle
 
 _FETCH_PAUSE_S = 0.25

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from builders import function_tool
 from rollout_backend.config import ModelConfig
-from rollout_backend.core.model_call import ModelCall
 from rollout_backend.model.gateway.model_call_executor import CallRenderer
+from rollout_backend.model.model_call import ModelCall
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.model.rendering.reply import read_reply
 from rollout_backend.model.rendering.segments import Completion

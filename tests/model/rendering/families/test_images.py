@@ -17,10 +17,10 @@ from PIL import Image, ImageOps
 from agent_wrapper.contract import ContractError, Outcome, Rollout, Trajectory
 from builders import assistant, system, user
 from rollout_backend.config import ModelConfig
-from rollout_backend.core.images import read_image
 from rollout_backend.core.seal import Sealer
 from rollout_backend.model.gateway.sessions import journal_folder
 from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.images import read_image
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.workbench.local.scripted import ScriptedEngine, ToolCall
 from sdk_agents import AGENTS, MessagesAgent, data_url

@@ -16,9 +16,9 @@ from PIL import Image
 
 from builders import assistant, tool_result, user
 from rollout_backend.config import ModelConfig
-from rollout_backend.core.images import ImageLimits
 from rollout_backend.model.dialects.openai_chat import OpenAIChat
 from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.images import ImageLimits
 from rollout_backend.model.rendering.renderer import load_renderer
 from rollout_backend.model.serving.install import find_engine
 from vocabularies import model_folder, template, tokenizer_folder

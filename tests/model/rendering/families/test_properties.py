@@ -17,10 +17,10 @@ import family_matrix
 from builders import assistant, function_tool, system, tool_result, user
 from families import FAMILIES, GEMMA, HERMES, KIMI, MISTRAL, Family
 from family_matrix import CASES, Reading, expected, parsers, reading
-from rollout_backend.core.model_call import ApiError, ModelCall
 from rollout_backend.model.dialects.openai_chat import OpenAIChat
 from rollout_backend.model.gateway.model_call_executor import CallRenderer
 from rollout_backend.model.gateway.sessions.conversations import Conversations
+from rollout_backend.model.model_call import ApiError, ModelCall
 from rollout_backend.model.rendering.renderer import known_renderers
 from rollout_backend.model.rendering.reply import StreamingParser, read_reply
 from rollout_backend.model.rendering.segments import Completion

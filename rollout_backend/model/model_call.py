@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from rollout_backend.core.images import Image
+from rollout_backend.model.images import Image
 
 _TYPES = {
     401: "authentication_error",

@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rollout_backend.core.dockerignore import FilePatterns
+from rollout_backend.base.dockerignore import FilePatterns
 from rollout_backend.errors import ConfigError
 from rollout_backend.workbench.deploy.package import copy_agent
 
