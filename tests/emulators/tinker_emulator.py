@@ -65,6 +65,8 @@ class TinkerFaults:
     failed: dict[str, list[str]] = field(default_factory=dict)
     """Details with which the next accepted requests of a type fail, such as `create_model`, as SkyRL reports it: a
     400 for each poll."""
+    lost: set[str] = field(default_factory=set)
+    """Paths of weights whose samples fail in this way."""
 
 
 @dataclass
@@ -380,7 +382,10 @@ class TinkerEmulator:
             return bytes(reply.SerializeToString())
 
         ids = [f"{request_id}:{index}" for index in range(count)]
-        return self.enqueue("sample", sample, request_id=request_id, sequence_ids=ids)
+        answer = self.enqueue("sample", sample, request_id=request_id, sequence_ids=ids)
+        if path in self.faults.lost:
+            self._futures[request_id].failed = "Model is not loaded"
+        return answer
 
     async def _cancel_future(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         future = self._futures.get(body["request_id"])

@@ -157,17 +157,17 @@ async def test_weights_of_a_model_that_the_service_has_lost_are_saved_again(
     EmulatedTrainer(emulator)
     saved = await server._service.save("step-2", keep=True)
     await server.serve(saved.sampler, 2)
-    emulator.faults.failed["sample"] = ["Model is not loaded"] * 3
+    emulator.faults.lost.add(saved.sampler)
     replies = await asyncio.gather(*(generate(server) for _ in range(3)))
     assert [status for status, _ in replies] == [200] * 3
     assert {reply["meta_info"]["weight_version"] for _, reply in replies} == {"2"}
-    [path] = {sample.model_path for sample in emulator.samples[-3:]}
+    [path] = {sample.model_path for sample in emulator.samples} - {saved.sampler}
     assert path != saved.sampler
     # SkyRL's paths are shorter.
     short = saved.sampler.replace("sampler_weights/", "")
     emulator.saved[short] = emulator.saved[saved.sampler]
     await server.serve(short, 3)
-    emulator.faults.failed["sample"] = ["Model is not loaded"]
+    emulator.faults.lost.add(short)
     status, _ = await generate(server)
     assert (status, emulator.samples[-1].model_path != short) == (200, True)
     np.testing.assert_array_equal(*(emulator.saved[each][1].logits for each in (path, saved.sampler)))
