@@ -220,10 +220,8 @@ class RolloutTask:
             claims = self._claims(attempt, session_id)
             presigner = self._services.presigner
             urls = await presigner.urls(claims) if presigner is not None else None
-            if not await context.sessions.register(session_id, lambda: self.entry.awaits_result):
-                return False
-            await context.plan.report_log()
-            if not self.entry.awaits_result:
+            report_log = context.plan.report_log
+            if not await context.sessions.register(session_id, report_log, lambda: self.entry.awaits_result):
                 return False
             bind_log_fields(session=session_id)
             times, now = self._services.config.timeouts, asyncio.get_running_loop().time()
@@ -243,6 +241,8 @@ class RolloutTask:
                     self.entry.abandon_attempt()
                 if error.never_opened and not may_be_open:
                     ledger.session_never_opened(self.rollout_id, session_id)
+                    if isinstance(error, LeaseUnconfirmed):
+                        context.sessions.withdraw(session_id)
                 raise
         self.entry.accept()
         if self.entry.phase is Phase.RUNNING:

@@ -9,7 +9,7 @@ Invariants:
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from rollout_backend.core.ledger import Ledger
@@ -41,20 +41,29 @@ class StepSessions:
         self._revoke_timer: asyncio.TimerHandle | None = None
         self.closing: set[asyncio.Task[None]] = set()
 
-    async def register(self, session_id: str, is_needed: Callable[[], bool]) -> bool:
+    async def register(
+        self, session_id: str, report_log: Callable[[], Awaitable[None]], is_needed: Callable[[], bool]
+    ) -> bool:
         """Record a session that is about to be invoked, and watch for its heartbeats. Return False if it is no longer
-        needed once it is recorded."""
+        needed once it is recorded, and a log without its record is reported."""
         is_new, needed = session_id not in self.known, False
         try:
             if is_new:
                 await self.services.in_flight.record_invoked(self.ledger.step, session_id)
+            await report_log()
             needed = is_needed()
         finally:
             if needed:
                 self.watch(session_id)
             elif is_new:
-                self.services.in_flight.withdraw(self.ledger.step, session_id)
+                self.withdraw(session_id)
         return needed
+
+    def withdraw(self, session_id: str) -> None:
+        """Record that a registered session was not invoked after all."""
+        self.known.pop(session_id, None)
+        self._unwatch([session_id])
+        self.services.in_flight.withdraw(self.ledger.step, session_id)
 
     async def adopt(self, session_ids: Collection[str]) -> None:
         """Let the gateways serve sessions that an earlier trainer started."""

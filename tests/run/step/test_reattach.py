@@ -191,22 +191,34 @@ async def test_an_invoked_session_that_was_not_stopped_may_be_open(tmp_path):
 async def test_a_session_that_is_not_invoked_after_all_is_not_open(tmp_path, cancelled):
     """Its rollout is settled while the record is written."""
     notes = InFlightLog(StepFiles(tmp_path))
-    services = SimpleNamespace(in_flight=notes, heartbeats=Heartbeats(5.0))
+    ends = SimpleNamespace(forget=lambda session_ids: None)
+    services = SimpleNamespace(in_flight=notes, heartbeats=Heartbeats(5.0), session_ends=ends)
     sessions = StepSessions(services, SimpleNamespace(step=0), SimpleNamespace(leave_open=False))
-    assert await sessions.register("s1", lambda: True)
+
+    async def report_log() -> None:
+        pass
+
+    assert await sessions.register("s1", report_log, lambda: True)
     if cancelled:
-        waiting = asyncio.create_task(sessions.register("s2", lambda: True))
+        waiting = asyncio.create_task(sessions.register("s2", report_log, lambda: True))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
     else:
-        assert not await sessions.register("s2", lambda: False)
+        assert not await sessions.register("s2", report_log, lambda: False)
     assert [*sessions.known] == ["s1"]
     # An invoke that is repeated may find its session open.
-    assert not await sessions.register("s1", lambda: False)
+    assert not await sessions.register("s1", report_log, lambda: False)
     await notes.record_running(0, note("s1"))
     assert (await notes.open_sessions(0, "nonce")).session_ids == ["s1"]
+    # The lease has ended between its record and its invoke. The record is written again before the next invoke.
+    assert await sessions.register("s3", report_log, lambda: True)
+    sessions.withdraw("s3")
+    await notes.record_running(0, note("s1"))
+    assert (await notes.open_sessions(0, "nonce")).session_ids == ["s1"]
+    assert await sessions.register("s3", report_log, lambda: True)
+    assert (await notes.open_sessions(0, "nonce")).session_ids == ["s1", "s3"]
 
 
 async def test_after_a_reboot_the_log_names_sessions_but_is_not_complete(tmp_path):
