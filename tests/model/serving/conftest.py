@@ -46,17 +46,20 @@ def make_config(model_folder: Path) -> Callable[..., RolloutConfig]:
 def fake_engines(tmp_path: Path) -> Callable[..., list[LocalEngine]]:
     """Let a fleet make fake engines, which log to one file; return the list of those that it has made.
 
-    `modes[i]` is the mode of the i-th start of any engine, and `then` that of all later ones.
+    `modes[i]` is the mode of the i-th engine that the fleet makes, and `then` that of all later ones. A restart makes
+    an engine.
     """
 
     def replace(fleet: EngineFleet, config: RolloutConfig, *modes: str, then: str = "healthy") -> list[LocalEngine]:
-        engines, starts = [], itertools.chain(modes, itertools.repeat(then))
-
-        def command(model: object, serving: object, node: ServerNode) -> Command:
-            return fake_argv(node.host, node.port, next(starts)), {}
+        engines, left = [], itertools.chain(modes, itertools.repeat(then))
 
         def make(i: int) -> LocalEngine:
-            log = tmp_path / "engines.log"
+            # Not when it starts: a thread looks for its weights first, so engines start in any order.
+            log, mode = tmp_path / "engines.log", next(left)
+
+            def command(model: object, serving: object, node: ServerNode) -> Command:
+                return fake_argv(node.host, node.port, mode), {}
+
             engines.append(LocalEngine(f"engine-{i}", config.model, config.serving, log, command=command))
             return engines[-1]
 
