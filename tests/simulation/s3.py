@@ -23,7 +23,7 @@ from tests.simulation.trainer import Trainer
 BUCKET = "rollouts"
 MAX_RESULT_BYTES = 256 * 1024  # once unpacked
 _TRIES = 3  # by the SDK
-_SILENT_S = 65.0  # limit of one request, as of the client of AWS
+SILENT_S = 65.0  # limit of one request, as of the client of AWS
 _SILENT_OUTAGE_S = 300.0  # limit of a call with its repetitions, as of `ResultStore.get_s`
 _SLOW_GET_S = 15.0
 
@@ -130,7 +130,7 @@ class SimStore:
         await self._call(kind)
 
     async def _time_out(self, kind: str) -> NoReturn:
-        await asyncio.sleep(_SILENT_OUTAGE_S if self._bucket.is_out(kind) else _SILENT_S)
+        await asyncio.sleep(_SILENT_OUTAGE_S if self._bucket.is_out(kind) else SILENT_S)
         self._trainer.require_alive()
         raise StoreError(f"S3 gave no answer to a {kind}")
 

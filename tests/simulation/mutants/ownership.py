@@ -17,6 +17,7 @@ from rollout_backend.run.collect.manifest_store import ManifestStore
 from rollout_backend.run.lease import LeaseRecord, RunLease
 from rollout_backend.run.step.plan import StepPlan
 from rollout_backend.run.step.rollout_task import RolloutTask
+from tests.simulation import s3
 from tests.simulation.mutants.registry import Patch, all_of, mutant
 from tests.simulation.s3 import SimStore
 
@@ -43,17 +44,17 @@ def manifest_calls_not_retried() -> Patch:
 
 @mutant
 def silent_calls_outlast_a_step() -> Patch:
-    """A call of S3 without an answer is not interrupted at the step's deadline."""
+    """A call of S3 without an answer is not interrupted at the step's deadline, nor soon by the client."""
 
     async def uninterrupted(self: StepPlan, call: Callable[[], Any]) -> Any:
         return await retry(call, StoreError, self.services.pauses.store, stop=at(self.deadline))
 
-    return patch.object(StepPlan, "retry", uninterrupted)
+    return all_of(patch.object(StepPlan, "retry", uninterrupted), _patient_client())
 
 
 @mutant
 def last_writes_without_a_limit() -> Patch:
-    """The last write of a step's manifest may take as long as S3 is silent."""
+    """The last write of a step's manifest may take as long as S3 is silent, which the client does not end."""
 
     async def broken(self: StepPlan, attempts: int) -> bool:
         self.manifest = self.manifest.model_copy(update={"attempts_closed": attempts, "replaced": ()})
@@ -61,7 +62,12 @@ def last_writes_without_a_limit() -> Patch:
             await self.record()
         return True
 
-    return patch.object(StepPlan, "record_closed", broken)
+    return all_of(patch.object(StepPlan, "record_closed", broken), _patient_client())
+
+
+def _patient_client() -> Patch:
+    # The client's own limit would hide that an owner sets none.
+    return patch.object(s3, "SILENT_S", 3600.0)
 
 
 @mutant
