@@ -31,8 +31,8 @@ def rss_bytes(pid: int) -> int:
 
 
 @pytest.mark.slow
-async def test_closed_sessions_use_no_memory(start_fleet, claims):
-    """Many more sessions take less memory than the first few, in which the caches of the process fill."""
+async def test_a_closed_session_leaves_less_than_a_kilobyte(start_fleet, claims):
+    """Its name is remembered. An open one takes several kilobytes, and the first ones fill the caches."""
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 512}]}
 
     async def live(http: aiohttp.ClientSession, numbers) -> None:
@@ -54,7 +54,7 @@ async def test_closed_sessions_use_no_memory(start_fleet, claims):
 
     async with served(generate) as url:
         gateway = await start_fleet(SimpleNamespace(url=url))
-        sizes = [rss_bytes(gateway._shards[0]._process.pid)]
+        sizes = []
         for first, last in ((0, FEW), (FEW, FEW + MANY)):
             for begin in range(first, last, 1000):
                 await serve(range(begin, begin + 1000))
@@ -62,8 +62,8 @@ async def test_closed_sessions_use_no_memory(start_fleet, claims):
         stats = await gateway.stats()
         await gateway.stop()
     assert (stats.calls, stats.sessions_open, stats.sessions_closed) == (FEW + MANY, 0, FEW + MANY)
-    start, few, many = sizes
-    assert many - few < few - start, f"{(many - few) / MANY:.0f} bytes of each session stay"
+    few, many = sizes
+    assert (many - few) / MANY < 1024, f"{(many - few) / MANY:.0f} bytes of each session stay"
 
 
 _FREE_BLOCKS = """
