@@ -18,7 +18,10 @@ def giving_way(to_others: Callable[[], object] | None) -> Iterator[None]:
 
 
 def let_others_go_first() -> None:
-    """Let this thread do other work that goes first. Call it after each text, image or reply that is read, where no
-    state is shared with the same work for another session."""
+    """Let this thread do other work that goes first.
+
+    Call it after each string, image or reply. The other work may run the same code for another session, so the caller
+    must not be changing what both use.
+    """
     if (give_way := _give_way.get()) is not None:
         give_way()

@@ -77,8 +77,8 @@ class TrainingServiceConfig(Section):
     seed: int = 0
     """Seed of the order of tasks."""
     loss: LossName = "importance_sampling"
-    """The service's loss function. It adds up the loss of all trained tokens. SkyRL and SageMaker have the first
-    three."""
+    """The service's loss function. Tinker adds up the losses of all trained tokens, SkyRL averages them. SkyRL and
+    SageMaker have the first three."""
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Options of the loss, such as `clip_low_threshold`, as the service names them."""
     estimator: EstimatorName = "grpo"

@@ -199,7 +199,7 @@ class TinkerService:
     async def _saved_again(self, path: str) -> str:
         """Return the path of equal weights. `save` gives both parts of a checkpoint one name."""
         model, _, name = path.rpartition("/")
-        # The paths of SkyRL lack the folder of samplers.
+        # SkyRL's paths have no folder `sampler_weights`.
         state = f"{model.removesuffix('/sampler_weights')}/weights/{name}"
         client = await self._in_session(
             f"creating a model for the samples of {path}",
@@ -260,8 +260,8 @@ class TinkerService:
     async def _explained(
         self, what: str, timeout_s: float | None = None, *, forgets: bool = True, refuses_late: bool = False
     ) -> AsyncIterator[None]:
-        """Raise the SDK's errors as ours. Without `forgets`, what the service does not know is a wrong setting. With
-        `refuses_late`, so is what it has refused after it had taken the request."""
+        """Convert the SDK's errors to this package's. An unknown path is `Forgotten`; without `forgets`, it is a
+        wrong setting. With `refuses_late`, a request that was accepted and then refused is one, too."""
         import tinker
 
         where = self._settings.base_url or "the training service"

@@ -92,7 +92,7 @@ def _answers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_payload(value: object, name: str = "payload") -> dict[str, Any]:
-    """Return an object, or the one that its JSON text holds. Raises TaskFileError."""
+    """Return `value`, decoded if it is JSON. Raises TaskFileError unless it is an object."""
     if isinstance(value, str):
         try:
             value = read_json(value)

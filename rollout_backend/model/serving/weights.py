@@ -79,8 +79,11 @@ class Weights:
             )
 
     async def check(self) -> int:
-        """Call `check_unchanged` and return the number of bytes, without blocking. Raises ServingError, also if the
-        folder's disk does not answer within `disk.DISK_S`."""
+        """Return the number of bytes, without blocking.
+
+        Raises:
+            ServingError: the folder has changed, or its disk did not answer within `disk.DISK_S`.
+        """
 
         def read() -> int:
             self.check_unchanged()

@@ -138,7 +138,7 @@ def _code(text: str) -> Markup:
 
 
 def _explain(text: str) -> Markup:
-    """Link the words that the page explains; hovering shows the explanation. Escape everything."""
+    """Return escaped text in which each explained word links to its explanation, and shows it as a tooltip."""
 
     def link(found: re.Match[str]) -> str:
         return f'<a class="word" href="#words" title="{escape(WORDS[found[0]])}">{found[0]}</a>'

@@ -1,6 +1,7 @@
 """What a step does with each answer of the runtime to an invoke or a stop."""
 
 import asyncio
+import json
 
 import pytest
 from tenacity import wait_fixed
@@ -21,6 +22,7 @@ from rollout_backend.errors import (
     Throttled,
     WrongClock,
 )
+from rollout_backend.run.step.in_flight import InFlightLog, StepFiles
 from rollout_backend.run.step.services import Pauses
 from step_bench import Agents
 
@@ -61,6 +63,20 @@ async def test_a_refusal_is_no_attempt_and_nothing_is_stopped(bench, refusal):
     assert len(bench.agents.requests) == 7
     assert bench.agents.stopped == [session], "at its end"
     assert (report.attempts, bench.ledger.sessions_opened) == (1, 1)
+
+
+async def test_a_session_whose_lease_ended_before_its_invoke_is_not_open_to_the_next_trainer(bench, tmp_path):
+    files, written = StepFiles(tmp_path), []
+    bench.replace(in_flight=InFlightLog(files))
+
+    async def answer(_):
+        if len(bench.agents.requests) == 1:
+            raise LeaseUnconfirmed("S3 is silent")
+        lines = [json.loads(line) for line in await files.read(0) if line]
+        written.extend(name for line in lines for name in line if name in ("invoked", "stopped"))
+
+    await bench.run(before=answer)
+    assert written == ["invoked", "stopped", "invoked"]
 
 
 async def test_between_refusals_a_rollout_has_no_deadline_and_no_session(bench):

@@ -529,8 +529,10 @@ class Conversations:
     def _part_read(
         self, numbers: Sequence[int], back: Message, tools: Tools, defaults: Defaults
     ) -> tuple[int, int] | None:
-        """Return the number of the latest reply that `back` begins, and how many of its tokens that is. Only so many
-        replies are compared that about `_COMPARED_TOKENS` tokens are read."""
+        """Return the number of the latest reply that `back` begins, and how many of its tokens that is.
+
+        Return None, too, once about `_COMPARED_TOKENS` tokens were compared.
+        """
         compared: list[int] = []
         for number in reversed(numbers[-_EQUALS:]):
             if sum(compared) > _COMPARED_TOKENS:
