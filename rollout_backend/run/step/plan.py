@@ -117,8 +117,10 @@ class StepPlan:
             newest = self.manifest
             if self._recorded is not newest:
                 await self.services.manifests.write(newest)
-                if not self._recorded or newest.attempts > self._recorded.attempts:
-                    first, last = newest.attempts_before + 1, newest.attempts_before + newest.attempts
+                recorded = self._recorded.attempts if self._recorded else 0
+                if newest.attempts > recorded:
+                    # Only the new attempts: the log of the earlier ones may be lost, as with a cleaned folder.
+                    first, last = newest.attempts_before + recorded + 1, newest.attempts_before + newest.attempts
                     await self.services.in_flight.record_execution(newest.step, newest.nonce, first, last)
                 self._recorded = newest
 

@@ -11,6 +11,7 @@ from agent_wrapper.contract import Outcome
 from builders import eventually, skip
 from rollout_backend.core.manifest import Manifest
 from rollout_backend.core.session_ends import Heartbeats
+from rollout_backend.errors import ContainerStartTimeout
 from rollout_backend.run.step.in_flight import InFlightAttempt, InFlightLog, StepFiles
 from rollout_backend.run.step.sessions import StepSessions
 
@@ -138,6 +139,33 @@ async def test_sessions_that_an_incomplete_log_lacks_are_closed(open_bench, work
     [execution] = [line for line in records.read_text().splitlines() if "execution" in line]
     records.write_text(execution)
     await bench.put(bench.manifest_key, json.dumps({**await bench.manifest(), "is_logged": False}).encode())
+    work.go.set()
+    await bench.run("a")
+    assert request.session_id in bench.agents.stopped
+
+
+async def test_sessions_of_a_log_that_was_deleted_in_between_are_closed(open_bench, work, restart, tmp_path):
+    """A trainer goes on with a new log, which must not claim to have the sessions of the deleted one."""
+    bench, refuse = await open_bench(), asyncio.Event()
+    restart(bench)
+
+    async def before(request):
+        if (request.rollout_id, request.attempt) == ("a.0", 1):
+            await refuse.wait()
+            raise ContainerStartTimeout("no container")
+
+    async def behave(agents, request):
+        await work.go.wait()
+        await agents.complete(request)
+
+    running = bench.start("a", behave=behave, before=before)
+    await eventually(lambda: len(bench.agents.requests) == 2)
+    shutil.rmtree(tmp_path / "steps")
+    refuse.set()
+    await eventually(lambda: len(bench.agents.requests) == 3)
+    [request] = [each for each in bench.agents.requests if each.rollout_id == "a.1"]
+    await kill(bench, running, tmp_path)
+    restart(bench, gateway="elsewhere")
     work.go.set()
     await bench.run("a")
     assert request.session_id in bench.agents.stopped
