@@ -80,7 +80,8 @@ class SessionAudit:
     def stops(self, session_id: str) -> None:
         """Record that a stop reaches the runtime."""
         self.stopped.add(session_id)
-        if session_id not in self.asked_for and not self.log_lost:
+        # A trainer that is killed while it reports an incomplete log has recorded sessions without an invoke.
+        if session_id not in self.asked_for and not (self.log_lost or self.unlogged):
             self._evidence.stopped_in_vain.append(session_id)
 
     def _can_complete(self, session: Session) -> bool:
