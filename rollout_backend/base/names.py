@@ -1,10 +1,14 @@
-"""Derive names of runs, queues, runtimes, Jobs and files from user input, within the limits of a service."""
+"""Derive names of runs, queues, runtimes, Jobs and files from user input, within the limits of a service, and draw
+those of calls."""
 
 import hashlib
 import json
+import random
 import re
 
 _DIGEST_CHARS = 10
+# Seeded by the system, whatever a program does with the module's own generator.
+_random = random.Random()  # noqa: S311
 
 
 def derived_name(text: str, characters: str, max_chars: int, *, separator: str = "-", of: object = None) -> str:
@@ -22,3 +26,11 @@ def derived_name(text: str, characters: str, max_chars: int, *, separator: str =
     readable = re.sub(f"[^{characters}]+", separator, text if "A-Z" in characters else text.lower())
     readable = readable.lstrip("._-")[: max_chars - _DIGEST_CHARS - 1].rstrip("._-") or "unnamed"
     return f"{readable}{separator}{digest}"
+
+
+def random_name() -> str:
+    """Return 128 random bits in hexadecimal, which are not secret.
+
+    `uuid4` gives up the GIL in a system call, and an event loop then waits until a busy thread gives it back.
+    """
+    return f"{_random.getrandbits(128):032x}"

@@ -17,7 +17,6 @@ import base64
 import json
 import math
 import operator
-import uuid
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_wrapper.contract import Sampling
+from rollout_backend.base.names import random_name
 from rollout_backend.config import ExpertShape, RouterKind
 from rollout_backend.core.routed_experts import pack
 from rollout_backend.core.tasks import planned_id
@@ -264,7 +264,7 @@ class SglangProtocol:
         images, params = request.images, request.params
         ids = collapse_images(request.prompt, images) if images else request.prompt
         body = {
-            "rid": uuid.uuid4().hex,
+            "rid": random_name(),
             "input_ids": np.asarray(ids, dtype=np.int32),
             "sampling_params": params,
             "return_logprob": True,

@@ -33,8 +33,8 @@ from collections import Counter, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
-from uuid import uuid4
 
+from rollout_backend.base.names import random_name
 from rollout_backend.model.gateway.sessions.conversations import Prompt, RecordedReply
 from rollout_backend.model.model_call import Answer, Delta, Message, ModelCall, session_closed, whole_deltas
 from rollout_backend.model.rendering.segments import Completion
@@ -73,7 +73,7 @@ class InFlightCall:
     brief: bool = True
     """True if the event loop may render the prompt."""
     left_out: bool = False
-    id: str = field(default_factory=lambda: uuid4().hex)
+    id: str = field(default_factory=random_name)
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_tokens: int | None = None
     deltas: list[Delta] = field(default_factory=list)
