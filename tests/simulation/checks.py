@@ -25,7 +25,7 @@ _START_S = 240.0  # for so long at least, a start waits for S3
 _CLOSING_S = 240.0  # limit for closing a step's sessions after its deadline, including all retries
 _LAST_WRITES_S = 120.0  # limit of a step's last manifest, and of its records of lost tasks, where S3 is silent
 _ASKED_S = 5.0  # in which S3 is asked after the source of an agent's protocol has answered
-_REVOKING_S = 180.0  # limit of the last two revocations, where a gateway is silent
+_REVOKING_S = 180.0  # limit of the last revocations, where a gateway is silent
 _RECORDS_S = 2 * DISK_S  # limit of the last writes to a disk that does not answer
 
 

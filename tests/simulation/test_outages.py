@@ -6,6 +6,7 @@ import random
 import pytest
 
 from agent_wrapper.contract import Outcome
+from rollout_backend.errors import ServingError
 from rollout_backend.run.dispatch.call_queue import CallKind, CallQueue
 from rollout_backend.run.dispatch.rate_limiter import TokenBucket
 from rollout_backend.run.lease import FencedRuntime
@@ -193,6 +194,25 @@ def test_an_attempt_that_begins_after_the_steps_last_question_to_s3_is_unknown_a
     reasons = play(work()).report.reasons
     assert reasons["timed_out: store_unavailable"] > 0
     assert "timed_out: collection_deadline" not in reasons
+
+
+def test_a_gateway_that_never_answers_delays_the_end_of_a_step_by_one_limit(play, make_run, make_config):
+    async def work():
+        run = make_run(make_config())
+        asked = []
+
+        async def revoke(session_ids):
+            asked.extend(session_ids)
+            await asyncio.sleep(150)
+            raise ServingError("a gateway gave no answer")
+
+        run.services.gateways.revoke = revoke
+        result = await run.step(8).run()
+        return result.report, set(asked), run.world.audit.asked_for
+
+    report, asked, invoked = play(work())
+    assert report.closing_s < 190
+    assert asked == invoked
 
 
 def test_the_records_of_sessions_are_kept_until_s3_knows_that_these_are_closed(play, make_run, make_config):

@@ -3,7 +3,8 @@
 Invariants:
 
 - a session is recorded in the run's folder before its first invoke, and as closed before its stop is sent;
-- the key of a closed session is revoked once, within a second and before the step ends;
+- the key of a closed session is revoked once, within a second and before the step ends, unless its gateway does not
+  answer in time: the key then expires;
 - the close of a session continues even if the caller is cancelled.
 """
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # Keys of sessions that end within this time are revoked in one call.
 _TOGETHER_S = 1.0
+# Limit of all revocations after the last agent: for one gateway that does not answer (150 s), and then for others.
+_LAST_REVOKES_S = 180.0
 
 
 class StepSessions:
@@ -39,6 +42,7 @@ class StepSessions:
         self._revoked: set[str] = set()
         self._revoking = asyncio.Lock()
         self._revoke_timer: asyncio.TimerHandle | None = None
+        self._revokes_end: float | None = None
         self.closing: set[asyncio.Task[None]] = set()
 
     async def register(
@@ -130,19 +134,24 @@ class StepSessions:
             if self._revoke_timer is not None:
                 self._revoke_timer.cancel()
                 self._revoke_timer = None
-            due, self._to_revoke = list(self._to_revoke), {}
-            if not due:
+            is_over = self._revokes_end is not None and asyncio.get_running_loop().time() >= self._revokes_end
+            if is_over or not self._to_revoke:
                 return
+            due, self._to_revoke = list(self._to_revoke), {}
             self._revoked.update(due)
             try:
-                await self.services.gateways.revoke(due)
-            except ServingError as error:
+                async with asyncio.timeout_at(self._revokes_end):
+                    await self.services.gateways.revoke(due)
+            except (ServingError, TimeoutError) as error:
                 self._revoked.difference_update(due)
                 self._add_to_revoke(due)
-                log.warning("%d session keys could not be revoked and expire with their time: %s", len(due), error)
+                reason = str(error) or "the gateways did not answer before the step ended"
+                log.warning("%d session keys could not be revoked and expire with their time: %s", len(due), reason)
 
     async def revoke_all(self) -> None:
-        """Revoke the keys of all known sessions, and stop watching them."""
+        """Revoke the keys of all known sessions, and stop watching them. From now on, all revocations together have
+        three minutes."""
+        self._revokes_end = asyncio.get_running_loop().time() + _LAST_REVOKES_S
         await self.revoke(self.known)
         self._unwatch(self.known)
 
