@@ -20,6 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ _POLL_S = 0.5
 _ASK_S = 60.0
 # Time for Ray to start a process on a reserved machine.
 _ACTOR_S = 120.0
+# Limit of a call of the cluster's head.
+_HEAD_S = 120.0
 _T = TypeVar("_T")
 
 
@@ -57,10 +60,20 @@ async def join_cluster() -> None:
         await _ask(lambda: ray.init(log_to_driver=False, include_dashboard=False))
 
 
-async def _ask(call: Callable[[], _T]) -> _T:
+async def _ask(call: Callable[[], _T], limit_s: float = _HEAD_S) -> _T:
     """Make a call to the cluster's head in its own thread, because a head that hangs would stop the event loop, or
-    hold the threads that resolve host names."""
-    return await in_thread(call, "ray")
+    hold the threads that resolve host names. Raises StartupError if it does not answer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await in_thread(call, "ray")
+    except TimeoutError:
+        raise StartupError(f"the head of the Ray cluster did not answer within {limit_s:g} s") from None
+
+
+async def _tell(call: Callable[[], object]) -> None:
+    """Make a call whose answer changes nothing, and wait only briefly: Ray frees what a run holds when it ends."""
+    with contextlib.suppress(StartupError):
+        await _ask(call, _STOP_S)
 
 
 class RayActor:
@@ -133,7 +146,7 @@ class RayActor:
             # The machine is gone or the server hangs. Ray kills its remains with the actor.
             pass
         finally:
-            ray.kill(self.handle)
+            await _tell(lambda: ray.kill(self.handle))
 
     async def log_tail(self) -> str:
         """Return the end of an engine's log, or why it cannot be read."""
@@ -319,7 +332,7 @@ class RayEngine:
             await asyncio.gather(*(node.stop() for node in self._nodes))
         finally:
             if self._group is not None:
-                await _ask(lambda: remove_placement_group(self._group))
+                await _tell(lambda: remove_placement_group(self._group))
                 self._group = None
 
     async def log_tail(self) -> str:

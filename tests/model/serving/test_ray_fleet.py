@@ -1,12 +1,15 @@
 """Real Ray on this machine, with one logical GPU, and fake engines in place of SGLang."""
 
 import asyncio
+import importlib
 import sys
+import threading
 
 import pytest
 
 from builders import eventually
 from rollout_backend.errors import StartupError
+from rollout_backend.model.serving import ray_servers
 from rollout_backend.model.serving.engine import is_healthy
 from rollout_backend.model.serving.ray_servers import RayEngine
 from tests.model.serving.conftest import FAKE_ENGINE
@@ -34,6 +37,22 @@ def command():
         return [python, "-S", script, node.host, str(node.port), model.name or "healthy"], {}
 
     return make
+
+
+async def test_a_head_that_hangs_does_not_hold_the_end_of_a_run(make_config, tmp_path, monkeypatch):
+    free = threading.Event()
+    # `ray.util` has a function of the module's name.
+    groups = importlib.import_module("ray.util.placement_group")
+    monkeypatch.setattr(groups, "remove_placement_group", lambda _: free.wait(300))
+    monkeypatch.setattr(ray_servers, "_STOP_S", 0.05)
+    config = make_config(serving={"kind": "ray"})
+    engine = RayEngine("engine-0", config.model, config.serving, tmp_path / "engine-0.log")
+    engine._group = object()
+    async with asyncio.timeout(60):
+        await engine.stop()
+    with pytest.raises(StartupError, match=r"the head of the Ray cluster did not answer within 0\.05 s"):
+        await ray_servers._ask(lambda: free.wait(300), 0.05)
+    free.set()
 
 
 async def reserved(engine: RayEngine) -> list[str]:
