@@ -60,6 +60,7 @@ class Attack:
     reads: bool = True
     method: str = "POST"
     keyless: bool = False
+    sends: bool = True
     again_s: float = 0.05  # before a connection that was closed is opened again
     pause_s: float = 0.0  # between the bytes of a body
     first: int = 0  # calls before those of `path`
@@ -119,6 +120,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "1,200 refused requests": lambda: Attack(path="/v1/nothing", connections=1200),
     "1,200 refused keys": lambda: Attack(connections=1200, keyless=True),
     "heads with thousands of fields": lambda: Attack(call(), connections=64, headers="a: b\r\n" * 8000),
+    "connections without a request": lambda: Attack(sends=False, connections=64, again_s=0.02),
     "a long text that is rewritten": lambda: Attack(call(WORDS * 5000)),
     "one word of 500 KB": lambda: Attack(call("a" * 500_000)),
     "unique words": lambda: Attack(call(unique_words(55_000))),
@@ -142,7 +144,7 @@ def attack(kind: str, url: str, key: str) -> None:
 
     def post(data: bytes) -> None:
         with contextlib.suppress(OSError), socket.create_connection((where.hostname, where.port), 600) as connection:
-            while True:
+            while made.sends:
                 if not made.pause_s:
                     connection.sendall(data)
                 else:

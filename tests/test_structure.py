@@ -22,7 +22,7 @@ LAYERS = (
         "base.names",
     }
     | {"base.retry", "base.waiting_connections", "base.check_result", "base.dockerignore", "base.formats"},
-    {"base.disk", "base.aws", "config"},
+    {"base.disk", "base.connection_pace", "base.aws", "config"},
     {"base.child_process"},
     {"core", "model.images"},
     {"model.model_call"},

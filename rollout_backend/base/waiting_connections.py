@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import cast
+from typing import Protocol, cast
 
 HEAD_S = 5.0
 # This is longer than a relay waits for its dialer.
@@ -31,62 +31,67 @@ def raise_file_limit(needed: int) -> int:
     return allowed
 
 
+class _Connection(Protocol):
+    def abort(self) -> None: ...
+
+
 class WaitingConnections:
-    """The connections of one server, by transport."""
+    """The connections of one server: transports, and those that wait for one."""
 
     def __init__(self, limit: int, head_s: float = HEAD_S, read_s: float = READ_S) -> None:
         self._limit, self._head_s, self._read_s = limit, head_s, read_s
-        self._open: set[asyncio.Transport] = set()
+        self._open: set[_Connection] = set()
         # Connections without a request so far, oldest first.
-        self._new: dict[asyncio.Transport, None] = {}
+        self._new: dict[_Connection, None] = {}
         # Connections kept open after a response, idle longest first.
-        self._idle: dict[asyncio.Transport, None] = {}
-        self._deadlines: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        self._idle: dict[_Connection, None] = {}
+        self._deadlines: dict[_Connection, asyncio.TimerHandle] = {}
         # Connections whose client does not read, unread longest first.
-        self._unread: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        self._unread: dict[_Connection, asyncio.TimerHandle] = {}
 
-    def opened(self, connection: asyncio.Transport) -> None:
+    def opened(self, connection: _Connection, head_s: float | None = None) -> None:
         self._open.add(connection)
         self._new[connection] = None
-        self._expect_head(connection)
+        self._expect_head(connection, head_s)
         if len(self._open) > self._limit:
             replaced = next(iter(self._new if len(self._new) > 1 else self._idle or self._unread or self._new))
             # The event loop reports the end later, and other connections may be opened in the meantime.
             self.closed(replaced)
             replaced.abort()
 
-    def received(self, connection: asyncio.Transport) -> None:
+    def received(self, connection: _Connection) -> None:
         """Expect a head, unless the data belong to the body of a request in progress."""
         if connection in self._idle and connection not in self._deadlines:
             self._expect_head(connection)
 
-    def request_began(self, connection: asyncio.Transport) -> None:
+    def request_began(self, connection: _Connection) -> None:
         """Leave the connection alone: the head of a request is complete."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
         if (deadline := self._deadlines.pop(connection, None)) is not None:
             deadline.cancel()
 
-    def request_ended(self, connection: asyncio.Transport) -> None:
+    def request_ended(self, connection: _Connection) -> None:
         # The connection may be closing, and still have something to send.
         if connection in self._open:
             self._idle[connection] = None
 
-    def writing_paused(self, connection: asyncio.Transport) -> None:
+    def writing_paused(self, connection: _Connection) -> None:
         if connection in self._open:
             self._unread[connection] = asyncio.get_running_loop().call_later(self._read_s, connection.abort)
 
-    def writing_resumed(self, connection: asyncio.Transport) -> None:
+    def writing_resumed(self, connection: _Connection) -> None:
         if (deadline := self._unread.pop(connection, None)) is not None:
             deadline.cancel()
 
-    def closed(self, connection: asyncio.Transport) -> None:
+    def closed(self, connection: _Connection) -> None:
         self.request_began(connection)
         self.writing_resumed(connection)
         self._open.discard(connection)
 
-    def _expect_head(self, connection: asyncio.Transport) -> None:
-        self._deadlines[connection] = asyncio.get_running_loop().call_later(self._head_s, connection.abort)
+    def _expect_head(self, connection: _Connection, head_s: float | None = None) -> None:
+        head_s = self._head_s if head_s is None else head_s
+        self._deadlines[connection] = asyncio.get_running_loop().call_later(head_s, connection.abort)
 
 
 class WatchedProtocol(asyncio.Protocol):

@@ -17,7 +17,7 @@ import uvicorn
 
 from agent_wrapper.contract import Sampling, Trajectory
 from rollout_backend.core.session_key import SessionClaims, issue
-from rollout_backend.model.gateway.access import KEEP_ALIVE_S, bounded_protocol, max_connections
+from rollout_backend.model.gateway.access import KEEP_ALIVE_S, PacedServer, bounded_protocol, max_connections
 from rollout_backend.model.gateway.stats import GatewayStats
 from rollout_backend.model.serving.server_process import free_port
 from rollout_backend.workbench.local.scripted import Script, ScriptedEngine
@@ -28,7 +28,7 @@ CONTROL_KEY = "test-control-" * 4
 _VIEWS = itertools.count()
 
 
-class _Server(uvicorn.Server):
+class _Server(PacedServer):
     async def main_loop(self) -> None:  # uvicorn's notices `should_exit` after up to 0.1 s
         counter = 0
         while not await self.on_tick(counter):
@@ -39,11 +39,12 @@ class _Server(uvicorn.Server):
 class ServerThread:
     """An ASGI application served by a thread, so that plain tests can call it. A context manager."""
 
-    def __init__(self, app: Any, port: int | None = None, **options: Any) -> None:
+    def __init__(self, app: Any, port: int | None = None, known: Any = lambda _: False, **options: Any) -> None:
+        """`known` is `is_known` of `PacedServer`."""
         port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         options = {"log_level": "warning", "access_log": False, "timeout_keep_alive": KEEP_ALIVE_S, **options}
-        self._server = _Server(uvicorn.Config(app, port=port, **options))
+        self._server = _Server(uvicorn.Config(app, port=port, **options), known)
         self._thread = threading.Thread(target=self._server.run)
 
     def __enter__(self) -> Self:
@@ -78,7 +79,8 @@ class GatewayServer(ServerThread):
     control = {"Authorization": f"Bearer {CONTROL_KEY}"}  # noqa: RUF012
 
     def __init__(self, app: Any, port: int | None = None, engine: ScriptedEngine | None = None) -> None:
-        super().__init__(app, port, http=bounded_protocol(max_connections(1024), head_s=60), ws="none")
+        protocol = bounded_protocol(max_connections(1024), head_s=60)
+        super().__init__(app, port, app.state.is_known, http=protocol, ws="none")
         self.engine: Any = engine
         self._clients = ExitStack()
         self._prefix = ""

@@ -38,7 +38,7 @@ def main() -> None:
     settings = GatewaySettings.model_validate_json(sys.stdin.buffer.read())
     try:
         server = import_server()
-        from rollout_backend.model.gateway.access import allow_files
+        from rollout_backend.model.gateway.access import PacedServer, allow_files
 
         allow_files(settings.gateway.max_concurrent_calls)
         app = server.create_app(settings)
@@ -47,7 +47,11 @@ def main() -> None:
     exempt_loaded_objects()
     gc.enable()
     sys.setswitchinterval(_SWITCH_S)
-    uvicorn.run(app, **server_options(settings))
+    serving = PacedServer(uvicorn.Config(app, **server_options(settings)), app.state.is_known)
+    with contextlib.suppress(KeyboardInterrupt):
+        serving.run()
+    if not serving.started:
+        sys.exit(1)
 
 
 def return_freed_memory() -> None:

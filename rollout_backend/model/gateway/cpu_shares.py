@@ -181,6 +181,13 @@ class CpuShare:
         else:
             self._new_s += _REQUEST_S
 
+    def may_connect(self) -> bool:
+        """Return whether the session owes nothing, and charge it for a connection that need not wait."""
+        if self._must_pay:
+            return False
+        self._new_s += _REQUEST_S
+        return True
+
     async def pace(self, limit_s: float = _MAX_PAUSE_S) -> None:
         """Charge a request that is not counted, and wait until the session has paid for earlier ones, for at most
         `limit_s`. Such requests do not wait for each other."""

@@ -55,10 +55,10 @@ from agent_wrapper.contract import Trajectory
 from agent_wrapper.contract.messages import RESULT_LIMIT_HEADER
 from rollout_backend.base.logs import dropped_lines
 from rollout_backend.base.retry import repeat
-from rollout_backend.core.session_key import SessionClaims
+from rollout_backend.core.session_key import KeyRefused, SessionClaims
 from rollout_backend.model.dialects.base import Dialect
 from rollout_backend.model.dialects.registry import DIALECTS, dialect_of_client
-from rollout_backend.model.gateway.access import PathKeys
+from rollout_backend.model.gateway.access import PathKeys, keys_in
 from rollout_backend.model.gateway.cpu_shares import CpuShare
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.parts import GatewayParts
@@ -133,6 +133,7 @@ class Gateway:
             lifespan=self._lifespan,
             middleware=[Middleware(PathKeys, enabled=parts.settings.gateway.key_in_path)],
         )
+        self.app.state.is_known = self._is_known
 
     def _agent_routes(self) -> list[Route]:
         routes = []
@@ -326,6 +327,15 @@ class Gateway:
             return model.model_validate_json(body)
         except ValidationError as error:
             raise ApiError(400, f"the body must be {form}: {error.errors()[0]['msg']}") from None
+
+    def _is_known(self, head: bytes) -> bool:
+        """Return whether a head has the trainer's key or that of a session that owes nothing. Charge the session."""
+        for key in keys_in(head):
+            if self._parts.authenticator.is_control_key(key):
+                return True
+            with contextlib.suppress(KeyRefused):
+                return self._parts.registry.share(self._parts.authenticator.verify(key)).cpu.may_connect()
+        return False
 
     # --- errors -------------------------------------------------------------------------------------------
 

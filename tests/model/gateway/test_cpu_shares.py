@@ -258,3 +258,9 @@ async def test_a_session_does_not_pay_for_collections_of_other_sessions_objects(
     finally:
         gc.callbacks[:] = callbacks
         gc.set_threshold(*thresholds)
+
+
+def test_a_session_that_owes_may_not_overtake_other_connections(monkeypatch):
+    monkeypatch.setattr(cpu_shares, "_REQUEST_S", 5.0)
+    share = CpuShare(CpuShares(lambda: 1, lambda: 0.0))
+    assert [share.may_connect() for _ in range(2)] == [True, False]
