@@ -88,6 +88,8 @@ def server_options(settings: GatewaySettings) -> dict[str, Any]:
         # uvicorn's lines pass through this process's handler, which counts repeated ones.
         "log_config": None,
         "access_log": False,
+        # uvloop, which uvicorn prefers where it is installed, would accept connections that `ConnectionPace` paces.
+        "loop": "asyncio",
         "http": bounded_protocol(max_connections(settings.gateway.max_concurrent_calls)),
         "ws": "none",
         "timeout_keep_alive": KEEP_ALIVE_S,
