@@ -195,6 +195,7 @@ class System:
     path: str = "/v1/chat/completions"
     stdin: bytes = b""
     env: dict[str, str] | None = None
+    certificate: Path | None = None  # with its key; the gateway then speaks TLS
 
     def prepare(self, name: str) -> list[str]:
         """Return the command, which is empty without a gateway, and set what differs."""
@@ -222,6 +223,7 @@ class System:
             secret=SECRET,
             control_key=CONTROL_KEY,
             journal=self.work / "journal",
+            gateway={"tls_certificate": self.certificate, "tls_key": self.certificate},
         )
         self.stdin = settings.model_dump_json().encode()
         whole = {"run_id": "benchmark", "step": 0, "attempt": 1, "sampling": Sampling(), "journal_id": journal_id}

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from common import HERE, Unmeasured, arguments, compare, cpu_s, kept_folder, serving
+import trustme
+from common import HERE, Unmeasured, arguments, compare, cpu_s, kept_folder, serving, unverified_tls
 from gateway import MODEL, Conversation, System, tool
 from load_generator import Session
 
@@ -61,6 +62,7 @@ class Attack:
     method: str = "POST"
     keyless: bool = False
     sends: bool = True
+    tls: bool = False
     again_s: float = 0.05  # before a connection that was closed is opened again
     pause_s: float = 0.0  # between the bytes of a body
     first: int = 0  # calls before those of `path`
@@ -121,6 +123,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
     "1,200 refused keys": lambda: Attack(connections=1200, keyless=True),
     "heads with thousands of fields": lambda: Attack(call(), connections=64, headers="a: b\r\n" * 8000),
     "connections without a request": lambda: Attack(sends=False, connections=64, again_s=0.02),
+    "TLS handshakes": lambda: Attack(sends=False, tls=True, connections=64, again_s=0.02),
     "a long text that is rewritten": lambda: Attack(call(WORDS * 5000)),
     "one word of 500 KB": lambda: Attack(call("a" * 500_000)),
     "unique words": lambda: Attack(call(unique_words(55_000))),
@@ -142,8 +145,12 @@ def attack(kind: str, url: str, key: str) -> None:
         head = f"{made.method} {path} HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {bearer}\r\n{headers}"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
+    def connected() -> socket.socket:
+        connection = socket.create_connection((where.hostname, where.port), 600)
+        return unverified_tls().wrap_socket(connection) if made.tls else connection
+
     def post(data: bytes) -> None:
-        with contextlib.suppress(OSError), socket.create_connection((where.hostname, where.port), 600) as connection:
+        with contextlib.suppress(OSError), connected() as connection:
             while made.sends:
                 if not made.pause_s:
                     connection.sendall(data)
@@ -160,7 +167,7 @@ def attack(kind: str, url: str, key: str) -> None:
             post(request(made.path, made.body, made.headers))
             time.sleep(made.again_s)
 
-    prelude = socket.create_connection((where.hostname, where.port), 600)
+    prelude = connected()
     for i in range(made.first):
         prelude.sendall(request(CHAT, call(f"{i}")))
         read_response(prelude)
@@ -205,6 +212,10 @@ async def measure(kind: Kind, model: Path, rounds: int) -> dict[str, Any]:
     with kept_folder() as work:
         keys = [f"session-{i}" for i in range(2 * rounds * SESSIONS)]
         system = System(port, f"http://127.0.0.1:{engine_port}", model, work, ["hostile", *keys])
+        scheme = "https" if made.tls else "http"
+        if made.tls:
+            system.certificate = work / "certificate.pem"
+            trustme.CA().issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(system.certificate)
         argv = system.prepare("ours")
         answers = conversation.answers(LATENCY_S)
         hostile = Conversation(model)
@@ -215,8 +226,8 @@ async def measure(kind: Kind, model: Path, rounds: int) -> dict[str, Any]:
             serve = servers.enter_async_context
             stdin = json.dumps(answers).encode()
             await serve(serving(engine, engine_port, work / "engine.log", cores[-1], stdin=stdin))
-            pid = await serve(serving(argv, port, work / "gateway.log", cores[0], stdin=system.stdin))
-            url, history = f"http://127.0.0.1:{port}{CHAT}", conversation.history(0)
+            pid = await serve(serving(argv, port, work / "gateway.log", cores[0], stdin=system.stdin, scheme=scheme))
+            url, history = f"{scheme}://127.0.0.1:{port}{CHAT}", conversation.history(0)
             sessions = [
                 Session(url, key, history, conversation.rest, conversation.results(0)) for key in system.keys[1:]
             ]

@@ -7,13 +7,14 @@ it is timed from when it was due, even if the one before it was late.
 
 import asyncio
 import json
+import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from common import cpu_s, resident_bytes
+from common import cpu_s, resident_bytes, unverified_tls
 
 # A gateway returns freed memory to the system once a second.
 _UNTIL_RETURNED_S = 2.0
@@ -29,8 +30,8 @@ class Connection(asyncio.Protocol):
         self._answer: asyncio.Future[bytes] | None = None
 
     @classmethod
-    async def open(cls, host: str | None, port: int | None) -> Self:
-        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+    async def open(cls, host: str | None, port: int | None, tls: ssl.SSLContext | None = None) -> Self:
+        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port, ssl=tls)
         return connection
 
     def connection_made(self, transport: Any) -> None:
@@ -67,7 +68,7 @@ class Session:
         self, url: str, key: str, history: Sequence[Any], rest: dict[str, Any], results: Iterator[str]
     ) -> None:
         where = urlsplit(url)
-        self._where = where.hostname, where.port
+        self._where = where.hostname, where.port, unverified_tls() if where.scheme == "https" else None
         self._head = (
             f"POST {where.path} HTTP/1.1\r\nHost: {where.netloc}\r\nAccept: application/json\r\n"
             "Content-Type: application/json\r\nUser-Agent: OpenAI/Python 2.8.1\r\nX-Stainless-Lang: python\r\n"
