@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from rollout_backend.base.logs import report_failure
 from rollout_backend.base.waiting_connections import WaitingConnections, WatchedProtocol
 
 _BURST_S, _RATE = 0.1, 0.05
@@ -202,6 +203,7 @@ class ConnectionPace:
         task = asyncio.get_running_loop().create_task(self._connect(accepted, protocol))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
+        task.add_done_callback(report_failure("a new connection"))
 
     async def _connect(self, accepted: socket.socket, protocol: PacedProtocol) -> None:
         # The client may be gone, or fail the handshake.
