@@ -127,8 +127,8 @@ def check_json(data: bytes, max_containers: int = MAX_CONTAINERS, max_values: in
     counts = _punctuation(data, 0, len(data))
     if counts[0] <= max_containers and counts[1] <= max_values:
         return
-    # The punctuation may be inside strings, so count again without them, some at a time: one expression for all would
-    # hold the lock of the interpreter for long, and a match for each takes three times as long.
+    # The punctuation may be inside strings, so count again without them. They are removed in batches: one expression
+    # for the whole input would hold the GIL for long, and a match for each string takes three times as long.
     containers = values = strings = at = 0
     while some := _SOME_STRINGS.match(data, at):
         between, found = _STRING.subn(b"", some[0])

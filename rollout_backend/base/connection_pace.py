@@ -26,20 +26,21 @@ from rollout_backend.base.waiting_connections import WaitingConnections, Watched
 _BURST_S, _RATE = 0.1, 0.05
 # CPU time from the accepted connection to the first byte of its head; with an RSA key of 4096 bits it is 4 ms.
 _PLAIN_S, _TLS_S = 0.0005, 0.0015
-# While connections wait, they are accepted in batches. The pauses between them are at least nine times as long.
+# While connections wait, more are accepted in batches, with pauses that are at least nine times as long as a batch.
 _BATCH, _MIN_PAUSE_S, _PAUSES = 64, 0.01, 9
 _OUT_OF_FILES_S = 1.0
-# 4,000 sessions that connect at once with TLS needed 61 s on a busy machine, and 52 s without turns.
+# With half of the rate, 4,000 sessions that connected at once with TLS needed 61 s on a busy machine, and 52 s
+# without turns.
 _WAIT_S = 300.0
 # The key is in the first packet of all clients that were looked at.
 _LOOK_BYTES = 4096
 
 
 class PacedProtocol(WatchedProtocol):
-    """Base class of protocols whose new connections `pace` counts. Inherit from it before the server's class."""
+    """A protocol that charges the cost of its first head to `pace`. List it before the server's class as a base."""
 
     pace: ConnectionPace | None = None
-    """Counts the CPU time of the first head, unless it has a known key."""
+    """None if the cost is not counted, or no longer."""
 
 
 class _Waiting:
@@ -78,7 +79,7 @@ class ConnectionPace:
             self._resume(self._listening[-1])
 
     def close(self) -> None:
-        """Close what waits, and accept no more."""
+        """Close the connections that wait, and accept no more."""
         for each in self._listening:
             asyncio.get_running_loop().remove_reader(each)
             each.close()
@@ -212,7 +213,7 @@ class ConnectionPace:
 
 
 def _peek(accepted: socket.socket) -> bytes | None:
-    """Return the first bytes, which stay unread: none if the client has closed, and None before they arrive."""
+    """Return the first bytes without consuming them: none if the client has closed, None if nothing has arrived."""
     try:
         return accepted.recv(_LOOK_BYTES, socket.MSG_PEEK)
     except BlockingIOError:
@@ -222,7 +223,7 @@ def _peek(accepted: socket.socket) -> bytes | None:
 
 
 def _subnet(host: str) -> bytes:
-    """Return the address, or the network of an IPv6 address: one machine may have all addresses of a /64."""
+    """Return the address; of an IPv6 address, the /64 network, because one machine may have all of its addresses."""
     if ":" in host:
         return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:8]
     return host.encode()

@@ -1,5 +1,5 @@
-"""Derive names of runs, queues, runtimes, Jobs and files from user input, within the limits of a service, and draw
-those of calls."""
+"""Derive names of runs, queues, runtimes, Jobs and files from user input, within the limits of a service, and make
+random names."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ import random
 import re
 
 _DIGEST_CHARS = 10
-# Seeded by the system, whatever a program does with the module's own generator.
+# A program may seed the generator of the module, and would then repeat names.
 _random = random.Random()  # noqa: S311
 
 
@@ -29,8 +29,8 @@ def derived_name(text: str, characters: str, max_chars: int, *, separator: str =
 
 
 def random_name() -> str:
-    """Return 128 random bits in hexadecimal, which are not secret.
+    """Return 32 random hexadecimal digits. They are not secret.
 
-    `uuid4` gives up the GIL in a system call, and an event loop then waits until a busy thread gives it back.
+    `uuid4` makes a system call, which releases the GIL. An event loop then waits until a busy thread releases it.
     """
     return f"{_random.getrandbits(128):032x}"

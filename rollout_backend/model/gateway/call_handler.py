@@ -15,13 +15,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from rollout_backend.base.names import random_name
 from rollout_backend.config import LeftOut
 from rollout_backend.core.session_key import SessionClaims
 from rollout_backend.model.dialects.base import Dialect, EventStream, to_json
@@ -176,7 +176,7 @@ class ClientCall:
         # The request only fills a provider's cache.
         tokens = await handler.executor.count(session, call, brief=False)
         nothing = Choice({"role": "assistant", "content": ""}, "length", 0)
-        answer = Answer(uuid4().hex, int(time.time()), handler.model_name, (nothing,), tokens)
+        answer = Answer(random_name(), int(time.time()), handler.model_name, (nothing,), tokens)
         return replace(call.without_question(), stream=False), InFlightCall.answered_before(key, answer)
 
     def _parse(self, body: bytes) -> tuple[RequestKey, ModelCall]:

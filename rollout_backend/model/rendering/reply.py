@@ -27,10 +27,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
-from uuid import uuid4
 
 from renderers import ParsedResponse
 
+from rollout_backend.base.names import random_name
 from rollout_backend.model.model_call import Choice, Delta, Message, ModelCall
 from rollout_backend.model.rendering.guarded_renderer import CALL_START, RendererBundle
 from rollout_backend.model.rendering.reasoning import OTHER_MARKERS
@@ -183,7 +183,7 @@ def _tool_calls(parsed: Sequence[Any], earlier_ids: Collection[str]) -> list[dic
         arguments = each.arguments
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        call_id = _unused_id(each.id, taken, numbers) if each.id else f"call_{uuid4().hex[:24]}"
+        call_id = _unused_id(each.id, taken, numbers) if each.id else f"call_{random_name()[:24]}"
         taken.add(call_id)
         function = {"name": each.name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
@@ -199,7 +199,7 @@ def _unused_id(sampled: str, taken: Collection[str], numbers: Iterator[int]) -> 
     if name and number.isdigit():
         # Kimi numbers the calls of a conversation.
         return next(each for n in numbers if (each := f"{name}:{n}") not in taken)
-    return uuid4().hex[:_MISTRAL_ID]
+    return random_name()[:_MISTRAL_ID]
 
 
 def logprob_entry(token: bytes, logprob: float | None) -> Mapping[str, Any]:

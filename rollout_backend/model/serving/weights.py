@@ -79,7 +79,7 @@ class Weights:
             )
 
     async def check(self) -> int:
-        """Return the number of bytes, without blocking.
+        """Check that the folder is unchanged, and return its size in bytes, without blocking the event loop.
 
         Raises:
             ServingError: the folder has changed, or its disk did not answer within `disk.DISK_S`.

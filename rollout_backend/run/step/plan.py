@@ -119,7 +119,7 @@ class StepPlan:
                 await self.services.manifests.write(newest)
                 recorded = self._recorded.attempts if self._recorded else 0
                 if newest.attempts > recorded:
-                    # Only the new attempts: the log of the earlier ones may be lost, as with a cleaned folder.
+                    # The log may no longer have the sessions of earlier attempts, if its folder was deleted.
                     first, last = newest.attempts_before + recorded + 1, newest.attempts_before + newest.attempts
                     await self.services.in_flight.record_execution(newest.step, newest.nonce, first, last)
                 self._recorded = newest

@@ -149,8 +149,8 @@ class StepSessions:
                 log.warning("%d session keys could not be revoked and expire with their time: %s", len(due), reason)
 
     async def revoke_all(self) -> None:
-        """Revoke the keys of all known sessions, and stop watching them. From now on, all revocations together have
-        three minutes."""
+        """Revoke the keys of all known sessions, and stop watching them. From then on, all revocations together may
+        take three minutes."""
         self._revokes_end = asyncio.get_running_loop().time() + _LAST_REVOKES_S
         await self.revoke(self.known)
         self._unwatch(self.known)

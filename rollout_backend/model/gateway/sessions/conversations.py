@@ -529,7 +529,7 @@ class Conversations:
     def _part_read(
         self, numbers: Sequence[int], back: Message, tools: Tools, defaults: Defaults
     ) -> tuple[int, int] | None:
-        """Return the number of the latest reply that `back` begins, and how many of its tokens that is.
+        """Find the latest reply that begins with `back`. Return its number and how many of its tokens `back` has.
 
         Return None, too, once about `_COMPARED_TOKENS` tokens were compared.
         """
