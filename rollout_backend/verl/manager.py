@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -172,7 +171,9 @@ class CloudAgentLoopManager:
         ids, requests = TaskIds(), []
         for row in rows_of_tensordict(prompts):
             payload = payload_of(row, scored=self.settings.scoring.enabled)
-            requests.append((row, self._task(row, ids.of(row, payload), payload, validate, default_n)))
+            n = row.get("__rollout_n__")
+            rollouts = default_n if n is None else int(n)
+            requests.append((row, self._task(row, ids.of(row, payload), payload, validate, rollouts)))
         if self._asynchronous:
             batches = self._async_batches.divide(requests, step, validate)
         else:
@@ -232,19 +233,21 @@ class CloudAgentLoopManager:
         began = time.monotonic()
         validate = bool(prompts.meta_info.get("validate", False))
         version = _weight_version(prompts.meta_info["global_steps"], validate)
-        # Indices in the batch, by task.
+        # Indices in the batch, by task. This trainer's batch has a row for each rollout.
         places: dict[str, list[int]] = {}
-        ids, tasks = TaskIds(), dict[str, Task]()
+        ids, first = TaskIds(), dict[str, tuple[dict[str, Any], dict[str, Any]]]()
         for i in range(len(prompts)):
             row = {key: values[i] for key, values in prompts.non_tensor_batch.items()}
             payload = payload_of(row, scored=self.settings.scoring.enabled)
             task_id = ids.of(row, payload) + (_GREEDY if _is_greedy(row) else "")
             places.setdefault(task_id, []).append(i)
-            if task_id not in tasks:
-                tasks[task_id] = self._task(row, task_id, payload, validate, default_n=0)
-        wanted = [dataclasses.replace(task, rollouts=len(places[task_id])) for task_id, task in tasks.items()]
+            first.setdefault(task_id, (row, payload))
+        tasks = [
+            self._task(row, task_id, payload, validate, len(places[task_id]))
+            for task_id, (row, payload) in first.items()
+        ]
         step, same_weights = self._step_numbers.next(int(prompts.meta_info["global_steps"]), validate)
-        result = self._blocking.wait_for(self._collect(wanted, step, same_weights, version))
+        result = self._blocking.wait_for(self._collect(tasks, step, same_weights, version))
         _log_step(result)
         slots, counts = self._fill_slots(result, places, len(prompts), validate)
         return self._legacy_output(slots, counts, result, version, began, validate)
@@ -308,13 +311,12 @@ class CloudAgentLoopManager:
     # --- both ---------------------------------------------------------------------------------------------
 
     def _task(
-        self, row: Mapping[str, Any], task_id: str, payload: dict[str, Any], validate: bool, default_n: int
+        self, row: Mapping[str, Any], task_id: str, payload: dict[str, Any], validate: bool, rollouts: int
     ) -> Task:
-        n = row.get("__rollout_n__")
         return Task(
             task_id=task_id,
             payload=payload,
-            rollouts=default_n if n is None else int(n),
+            rollouts=rollouts,
             sampling=sampling_of(self._rollout, validate=validate, greedy=_is_greedy(row)).model_copy(
                 update={"seed": self.settings.sampling.seed}
             ),

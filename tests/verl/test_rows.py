@@ -24,8 +24,11 @@ from verl.workers.utils.padding import (
     response_to_nested,
 )
 
-from agent_wrapper.contract import Outcome, Rollout, Segment
+from agent_wrapper.contract import Outcome, Rollout, Sampling, Segment
 from rollout_backend.core.rows import Rows, rows_of
+from rollout_backend.core.task import Task
+from rollout_backend.verl import manager
+from rollout_backend.verl.async_batches import StepNumbers
 from rollout_backend.verl.manager import CloudAgentLoopManager
 from rollout_backend.verl.row_formats import legacy_batch, v1_fields, v1_tag
 from rollouts import make_rollout, make_turn
@@ -229,6 +232,33 @@ def test_a_legacy_batch_keeps_the_order_and_pads_as_verl_does() -> None:
     assert made.missing.tolist() == [False, True]
     assert made.non_tensors["__num_turns__"].tolist() == [1, 0]
     assert list(made.non_tensors["multi_modal_inputs"]) == [{}, {}]
+
+
+def test_a_legacy_batch_asks_for_a_rollout_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = object.__new__(CloudAgentLoopManager)
+    maker.settings = SimpleNamespace(scoring=SimpleNamespace(enabled=False), sampling=Sampling(seed=7))
+    maker._rollout, maker._step_numbers = None, StepNumbers(False)
+    maker._blocking = SimpleNamespace(wait_for=lambda work: work)
+    collected = []
+
+    def collect(tasks: list[Task], *_: object) -> None:
+        collected.extend(tasks)
+        raise InterruptedError
+
+    monkeypatch.setattr(maker, "_collect", collect, raising=False)
+    monkeypatch.setattr(manager, "sampling_of", lambda *_, **__: Sampling())
+    names = ["a", "b", "b", "b", "a"]
+    columns = {
+        "uid": np.array(names, dtype=object),
+        "payload": np.array([{"name": name} for name in names], dtype=object),
+        "task_id": np.array(names, dtype=object),
+    }
+    with pytest.raises(InterruptedError):
+        maker._roll_out_legacy(DataProto(non_tensor_batch=columns, meta_info={"global_steps": 1}))
+    assert [(task.task_id, task.rollouts, task.payload) for task in collected] == [
+        ("a", 2, {"name": "a"}),
+        ("b", 3, {"name": "b"}),
+    ]
 
 
 def test_verls_validation_leaves_lost_rollouts_out_of_its_mean_reward() -> None:

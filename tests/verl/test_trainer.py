@@ -161,7 +161,6 @@ async def test_a_step_without_a_rollout_stops_the_run(tmp_path, training):
         await run.leaves_nothing()
 
 
-@pytest.mark.release
 async def test_the_legacy_trainer_leaves_a_lost_slot_empty(tmp_path: Path, training: Any) -> None:
     first = [normal("normal"), {"name": "one-lost", "rewards": [9.0, 0.0, 1.0, 0.25], "do": {"0": "raise"}}]
     second = [normal("second-0"), normal("second-1")]
