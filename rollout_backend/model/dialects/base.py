@@ -559,6 +559,12 @@ class _Known:
     ignored: frozenset[str]
 
 
+class ParsedRequest(NamedTuple):
+    call: ModelCall
+    digest: bytes
+    """Digest of the body."""
+
+
 class RequestMemo:
     """Caches the messages of one session's latest requests. Callers share them and must not change them."""
 
@@ -566,45 +572,58 @@ class RequestMemo:
         # The latest request is last.
         self._known: list[_Known] = []
 
-    def parse(self, dialect: Dialect, body: bytes) -> ModelCall:
+    def parse(self, dialect: Dialect, body: bytes) -> ParsedRequest:
         """Return `dialect.parse(body)`. Raises ApiError as that does."""
+        if (extended := self.extend(dialect, body)) is not None:
+            return extended
+        call, field, digest = dialect.parse(body), dialect.appended_field, hashlib.blake2b(digest_size=16)
+        begin = None if field is None else _begin_of_array(field, body)
+        end = None if begin is None else _end_of_array(body, begin, len(call.messages))
+        if field is None or end is None or call.images or _repeats(field, body[end:]):
+            digest.update(body)
+            return ParsedRequest(call, digest.digest())
+        return self._remembered(dialect.name, body, call, end, None, digest)
+
+    def extend(
+        self, dialect: Dialect, body: bytes, is_brief: Callable[[bytes], bool] = lambda _: True
+    ) -> ParsedRequest | None:
+        """Return what `parse` does if the body extends a known one and `is_brief(rest)` is true for what must be
+        parsed; else None. Takes little longer than a digest of the body."""
         field = dialect.appended_field
-        begin = re.match(_BEGIN % field.encode(), body) if field is not None else None
-        if field is None or begin is None:
-            return dialect.parse(body)
-        known, digest = self._find(dialect.name, body)
-        extended = None if known is None else _parse_rest(dialect, field, body, begin.end(), known)
-        if extended is None:
-            known, digest = None, hashlib.blake2b(digest_size=16)
-            call = dialect.parse(body)
-            end = _end_of_array(body, begin.end(), len(call.messages))
-        else:
-            call, end = extended
-        if end is not None and not call.images and not _repeats(field, body[end:]):
-            digest.update(memoryview(body)[known.size if known else 0 : end])
-            others = [each for each in self._known if each is not known][1 - _KEPT :]
-            tail = body[max(0, end - _TAIL) : end]
-            # Replaced as a whole, because threads may share this object.
-            latest = _Known(dialect.name, end, tail, digest.digest(), list(call.messages), call.ignored)
-            self._known = [*others, latest]
-        return call
-
-    def _find(self, dialect: str, body: bytes) -> tuple[_Known | None, Any]:
-        """Return the longest known prefix of the body, and its digest, which the caller continues."""
+        if field is None or (begin := _begin_of_array(field, body)) is None:
+            return None
         for known in sorted(self._known, key=lambda known: known.size, reverse=True):
-            if known.dialect == dialect and body.endswith(known.tail, 0, known.size):
-                found = hashlib.blake2b(memoryview(body)[: known.size], digest_size=16)
-                if found.digest() == known.digest:
-                    return known, found
-        return None, hashlib.blake2b(digest_size=16)
+            if known.dialect == dialect.name and body.endswith(known.tail, 0, known.size):
+                digest = hashlib.blake2b(memoryview(body)[: known.size], digest_size=16)
+                if digest.digest() == known.digest:
+                    parsed = _parse_rest(dialect, field, body, begin, known, is_brief)
+                    return None if parsed is None else self._remembered(dialect.name, body, *parsed, known, digest)
+        return None
+
+    def _remembered(
+        self, dialect: str, body: bytes, call: ModelCall, end: int, known: _Known | None, digest: hashlib.blake2b
+    ) -> ParsedRequest:
+        """Remember a request whose last message ends at `end`. `digest` has consumed the part that was known."""
+        digest.update(memoryview(body)[known.size if known else 0 : end])
+        others = [each for each in self._known if each is not known][1 - _KEPT :]
+        tail = body[max(0, end - _TAIL) : end]
+        # Replaced as a whole, because threads may share this object.
+        self._known = [*others, _Known(dialect, end, tail, digest.digest(), list(call.messages), call.ignored)]
+        digest.update(memoryview(body)[end:])
+        return ParsedRequest(call, digest.digest())
 
 
-def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _Known) -> tuple[ModelCall, int] | None:
-    """Return the call, and the end of its last message in the body; None if the whole body must be parsed."""
+def _parse_rest(
+    dialect: Dialect, field: str, body: bytes, begin: int, known: _Known, is_brief: Callable[[bytes], bool]
+) -> tuple[ModelCall, int] | None:
+    """Return the call, and the end of its last message in the body; None if the whole body must be parsed, or what is
+    new is not brief."""
     after = _NEXT.match(body, known.size)
     if after is None:
         return None
     rest = body[:begin] + b"[" + body[after.end() :]
+    if not is_brief(rest):
+        return None
     try:
         call = dialect.parse(rest)
     except ApiError:
@@ -615,6 +634,12 @@ def _parse_rest(dialect: Dialect, field: str, body: bytes, begin: int, known: _K
         return None
     call = replace(call, messages=[*known.messages, *call.messages], ignored=known.ignored | call.ignored)
     return call, end + after.end() - begin - 1
+
+
+def _begin_of_array(field: str, body: bytes) -> int | None:
+    """Return the beginning of the field's array, which follows at most a few other fields."""
+    found = re.match(_BEGIN % field.encode(), body)
+    return None if found is None else found.end()
 
 
 def _end_of_array(body: bytes, begin: int, n: int) -> int | None:

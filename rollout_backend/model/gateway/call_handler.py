@@ -24,13 +24,13 @@ from starlette.types import Receive, Scope, Send
 from rollout_backend.base.names import random_name
 from rollout_backend.config import LeftOut
 from rollout_backend.core.session_key import SessionClaims
-from rollout_backend.model.dialects.base import Dialect, EventStream, to_json
+from rollout_backend.model.dialects.base import Dialect, EventStream, ParsedRequest, to_json
 from rollout_backend.model.gateway.access import TRAJECTORY_HEADER
 from rollout_backend.model.gateway.call_traces import CallTraces
 from rollout_backend.model.gateway.cpu_shares import charge_to
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
 from rollout_backend.model.gateway.model_call_executor import ModelCallExecutor
-from rollout_backend.model.gateway.session_share import SessionShare, too_large
+from rollout_backend.model.gateway.session_share import SessionShare, is_brief, too_large
 from rollout_backend.model.gateway.sessions.calls import InFlightCall, RequestKey
 from rollout_backend.model.gateway.sessions.registry import OpenSession, SessionRegistry
 from rollout_backend.model.gateway.stats import GatewayStats
@@ -45,6 +45,8 @@ _STREAM_HEADERS = {
 }
 # Tokens, or entries of log-probabilities, that are written within milliseconds.
 _BRIEF_REPLY = 1024
+# A conversation that is longer is read in a thread, even if little of it is new.
+_EXTENDED_BYTES, _EXTENDED_MESSAGES = 256 * 1024, 512
 # Statuses below 500 that OpenAI's and Anthropic's clients retry.
 _RETRIED = frozenset({408, 409, 429})
 
@@ -162,7 +164,11 @@ class ClientCall:
         """
         handler, session, headers = self._handler, self._session, self._request.headers
         async with handler.body(self._request, session.share) as (body, brief):
-            key, call = await self._cpu.run(self._parse, body, brief=brief, tokenizes=False)
+            parsed = None
+            if not brief and len(body) <= _EXTENDED_BYTES:
+                parsed = session.requests.extend(self._dialect, body, is_brief)
+                brief = parsed is not None and len(parsed.call.messages) <= _EXTENDED_MESSAGES
+            key, call = await self._cpu.run(self._parse, body, parsed, brief=brief, tokenizes=False)
             handler.registry.check_open(session)
             if call.max_new_tokens != 0:
                 running = session.retries.find(key)
@@ -179,15 +185,16 @@ class ClientCall:
         answer = Answer(random_name(), int(time.time()), handler.model_name, (nothing,), tokens)
         return replace(call.without_question(), stream=False), InFlightCall.answered_before(key, answer)
 
-    def _parse(self, body: bytes) -> tuple[RequestKey, ModelCall]:
+    def _parse(self, body: bytes, parsed: ParsedRequest | None) -> tuple[RequestKey, ModelCall]:
         handler, session, headers = self._handler, self._session, self._request.headers
-        call = handler.executor.shown(session.requests.parse(self._dialect, body))
+        call, digest = parsed or session.requests.parse(self._dialect, body)
+        call = handler.executor.shown(call)
         if TRAJECTORY_HEADER in headers and all(rule.model != call.model for rule in handler.settings.leave_out):
             # In SageMaker's job runtime, the job selects the model, and agents name any.
             call = replace(call, model=handler.model_name)
         handler.check_model(call.model)
         question = session.conversations.question(call.messages, call.tools)
-        return RequestKey.of(self._dialect.name, body, headers, question), call
+        return RequestKey.of(self._dialect.name, digest, headers, question), call
 
     def _start(self, running: InFlightCall) -> None:
         handler, session, began_at = self._handler, self._session, time.time()

@@ -220,9 +220,18 @@ class CpuShare:
             finally:
                 spent_s = own_thread_s() - worker.lent_s - began_s
 
-        def finished() -> None:
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[_T] = loop.create_future()
+
+        def finished(job: Future[_T]) -> None:
             self.charge(spent_s)
             self._turn.release()
+            if outcome.cancelled():
+                return
+            if (error := job.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(job.result())
 
         await self._turn.acquire()
         try:
@@ -231,9 +240,10 @@ class CpuShare:
         except BaseException:
             self._turn.release()
             raise
-        loop = asyncio.get_running_loop()
-        job.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(finished))
-        return await asyncio.wrap_future(job)
+        outcome.add_done_callback(lambda _: outcome.cancelled() and job.cancel())
+        # The thread wakes the event loop once, which takes as long as brief work.
+        job.add_done_callback(lambda job: loop.is_closed() or loop.call_soon_threadsafe(finished, job))
+        return await outcome
 
 
 # --- work on the event loop -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A request gives the same call, however much of its conversation was parsed before."""
 
 import base64
+import hashlib
 import io
 import json
 import random
@@ -44,8 +45,9 @@ def body(messages, *, compact=True, ascii_only=False, first=False, **more) -> by
 
 
 def same(memo, dialect, request: bytes):
-    found = memo.parse(dialect, request)
+    found, digest = memo.parse(dialect, request)
     assert found == OpenAIChat(ImageLimits(2, 10_000)).parse(request)
+    assert digest == hashlib.blake2b(request, digest_size=16).digest()
     return found
 
 
@@ -61,6 +63,21 @@ def test_only_new_messages_are_parsed(chat, compact, ascii_only, first):
     third = same(memo, chat, body([SYSTEM, long, USER, CALLED, RESULT, USER], **form))
     assert chat.parsed - parsed < 2000
     assert all(a is b is c for a, b, c in zip(opening.messages, second.messages, third.messages, strict=False))
+
+
+def test_a_request_is_extended_only_if_what_is_new_is_brief(chat):
+    memo, seen = RequestMemo(), []
+    assert memo.extend(chat, body([SYSTEM, USER])) is None
+    memo.parse(chat, body([SYSTEM, USER]))
+    request, parsed = body([SYSTEM, USER, CALLED, RESULT]), chat.parsed
+    assert memo.extend(chat, request, lambda rest: bool(seen.append(rest))) is None
+    assert chat.parsed == parsed
+    assert json.loads(seen[0])["messages"] == [CALLED, RESULT]
+    found = memo.extend(chat, request, lambda rest: len(rest) == len(seen[0]))
+    assert found == RequestMemo().parse(chat, request)
+    # What cannot be parsed alone is parsed whole, by a caller who has time for it.
+    assert memo.extend(chat, request) is None
+    assert memo.extend(chat, body([SYSTEM, USER, CALLED, {**RESULT, "role": "robot"}])) is None
 
 
 def test_every_other_field_is_read_from_each_request(chat):
@@ -137,4 +154,4 @@ def test_a_dialect_whose_items_depend_on_each_other_is_parsed_whole():
     memo, dialect = RequestMemo(), OpenAIResponses()
     for items in ([USER], [USER, {"role": "assistant", "content": "a"}, USER]):
         request = json.dumps({"input": items, "model": "m"}).encode()
-        assert memo.parse(dialect, request) == dialect.parse(request)
+        assert memo.parse(dialect, request).call == dialect.parse(request)

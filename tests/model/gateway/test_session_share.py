@@ -21,11 +21,13 @@ from agent_wrapper import RolloutApp
 from builders import function_tool, until, user
 from gateway_server import CONTROL_KEY, SECRET, ServerThread
 from rollout_backend.base.waiting_connections import WaitingConnections
+from rollout_backend.model.dialects.openai_chat import OpenAIChat
 from rollout_backend.model.gateway import cpu_shares, session_share
 from rollout_backend.model.gateway.__main__ import server_options
 from rollout_backend.model.gateway.access import MAX_HEAD_BYTES, bounded_protocol
 from rollout_backend.model.gateway.cpu_shares import CpuShares
 from rollout_backend.model.gateway.gateway_settings import GatewaySettings
+from rollout_backend.model.gateway.model_call_executor import CallRenderer
 from rollout_backend.model.gateway.session_share import MAX_REQUESTS, SessionShare, decompress, is_brief
 from rollout_backend.model.gateway.sessions import registry
 from rollout_backend.model.model_call import ApiError
@@ -350,6 +352,40 @@ def test_the_body_of_a_request_is_searched_for_images_once(play, monkeypatch, pa
     body = {**CALL, "messages": [user("2 + 3?")], "metadata": {"a": "x" * size}}
     httpx.post(gateway.url + path, json=body, headers=gateway.headers(), timeout=60).raise_for_status()
     assert len(searched) == (size == 1)
+
+
+def test_only_the_new_end_of_a_long_conversation_is_parsed_and_rendered_on_the_event_loop(play, monkeypatch):
+    parsed, prepared = [], []
+    parse, prepare = OpenAIChat.parse, CallRenderer.prepare
+
+    def parse_seen(dialect, body):
+        parsed.append((len(body) > 100_000, threading.current_thread().name.startswith("parser")))
+        return parse(dialect, body)
+
+    def prepare_seen(renderer, conversations, call):
+        prepared.append(len(call.messages))
+        return prepare(renderer, conversations, call)
+
+    monkeypatch.setattr(OpenAIChat, "parse", parse_seen)
+    monkeypatch.setattr(CallRenderer, "prepare", prepare_seen)
+    gateway = play(["one", "two", "three", "four"])
+    blanks = " " * 150_000
+    texts = [json.dumps(user("2 + 3?")).replace("{", "{" + blanks)]
+
+    def ask(more: str) -> None:
+        body = f'{{"model": "scripted", "messages": [{", ".join(texts)}]}}'
+        reply = httpx.post(f"{gateway.url}/v1/chat/completions", content=body, headers=gateway.headers(), timeout=60)
+        texts.append(json.dumps(reply.raise_for_status().json()["choices"][0]["message"]))
+        texts.append(more)
+
+    ask(json.dumps(user("And now?")))
+    ask(json.dumps(user("And now?")).replace("{", "{" + blanks))
+    ask(json.dumps(user("And now?")))
+    texts[0] = texts[0].replace("3", "4")
+    ask("")
+    whole = (True, True)
+    assert parsed == [whole, (False, False), whole, whole]
+    assert prepared == [1, 5, 7]
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])

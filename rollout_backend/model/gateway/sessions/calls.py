@@ -55,13 +55,12 @@ class RequestKey:
     is_keyed: bool = False
 
     @classmethod
-    def of(cls, dialect: str, body: bytes, headers: Mapping[str, str], question: bytes = b"") -> Self:
+    def of(cls, dialect: str, body_digest: bytes, headers: Mapping[str, str], question: bytes = b"") -> Self:
         key = headers.get(_IDEMPOTENCY_KEY, "")
         retries = headers.get(_RETRY_COUNT, "")
         attempt = int(retries[:9]) if retries.isdecimal() else 0
-        digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode(), digest_size=16)
-        digest.update(body)
-        return cls(digest.digest(), question, attempt, is_declared=bool(key) or attempt > 0, is_keyed=bool(key))
+        digest = hashlib.blake2b(f"{dialect}\0{key}\0".encode() + body_digest, digest_size=16).digest()
+        return cls(digest, question, attempt, is_declared=bool(key) or attempt > 0, is_keyed=bool(key))
 
 
 @dataclass(eq=False, repr=False)
