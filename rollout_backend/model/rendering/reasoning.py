@@ -1,7 +1,5 @@
 """Markers of the reasoning with which a reply begins. Pure."""
 
-import re
-
 Markers = tuple[str, str]
 
 THINK: Markers = ("<think>", "</think>")
@@ -24,9 +22,10 @@ def split(text: str, markers: Markers, *, opened: bool) -> tuple[str, int | None
 
     Return None if the text does not begin with reasoning. `opened`: the prompt contains the opening marker.
     """
-    begin = re.match(rf"\s*{re.escape(markers[0])}", text)
-    if begin is None and not opened:
+    at = len(text) - len(text.lstrip())
+    begins = text.startswith(markers[0], at)
+    if not begins and not opened:
         return None
-    at = begin.end() if begin else 0
+    at = at + len(markers[0]) if begins else 0
     reasoning, closed, _ = text[at:].partition(markers[1])
     return reasoning, at + len(reasoning) + len(closed) if closed else None
