@@ -253,7 +253,8 @@ class Training:
             assert report.balanced
             assert report.sessions_open == 0
             assert report.planned == sum(report.outcomes.values())
-        deadline = time.monotonic() + 120
+        # The janitor of a killed trainer waits for the next one, in some tests for 300 s.
+        deadline = time.monotonic() + 420
         while left := self.processes():
             assert time.monotonic() < deadline, f"processes are left: {left}"
             await asyncio.sleep(0.2)

@@ -105,8 +105,9 @@ async def bench(tmp_path, monkeypatch):
 
 
 async def attack(bench: Bench, content: bytes, path: str) -> int:
-    for _ in range(POSTS):
-        await bench.post("hostile", content, path)
+    """Post from one session after the other: each would wait for its next post, and the loop would do other things."""
+    for i in range(POSTS):
+        await bench.post(f"hostile-{i}", content, path)
     return POSTS
 
 
