@@ -69,8 +69,8 @@ The mean difference of the runs of each seed, with its 95 % confidence interval 
 contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
-The time of a step, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores, with a load
-average of 8 to 18.
+The time of a step, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores, with a
+load average of 8 to 18.
 """
 _PARTS = """\
 One run of each loop, {steps} steps of seed 0, with newer code than the runs above: do not compare the two tables.

@@ -105,7 +105,7 @@ async def bench(tmp_path, monkeypatch):
 
 
 async def attack(bench: Bench, content: bytes, path: str) -> int:
-    """Post from one session after the other: each would wait for its next post, and the loop would do other things."""
+    """Post from one session after the other, because each would wait for its next post."""
     for i in range(POSTS):
         await bench.post(f"hostile-{i}", content, path)
     return POSTS
