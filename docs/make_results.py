@@ -141,6 +141,10 @@ half; not the trainer in the third quarter, nor the gateway in the last. The exp
 backend its gateway and engine, and the next trainer has a new janitor. Agents are processes; S3, SQS and AgentCore
 are emulated, and the engine answers by rule, in {answer_s[0]:g} to {answer_s[1]:g} s.
 """
+_PIECES = """\
+The run had {pieces} pieces. At the end of each, all processes got SIGKILL, as if the machine had lost power, and the
+next one continued with new emulators from a copy of the bucket on the disk.
+"""
 _OVER_TIME = """\
 All that was read over the whole time, as medians of each quarter. A lag is from a result's PUT to the trainer, a
 restart from a trainer's start to its first step, and *files* are those in the run's folder.
@@ -364,6 +368,8 @@ def _long_run(results: dict[str, Any]) -> Iterator[str]:
     account = results["account"]
     rollouts = account["planned"] // max(1, account["steps"])
     yield _LONG_RUN.format(hours=account["hours"], rollouts=rollouts, answer_s=results["answer_s"])
+    if (pieces := results["settings"].get("pieces", 1)) > 1:
+        yield _PIECES.format(pieces=pieces)
     yield from results.get("notes", ())
     yield long_run.accounts(results).markdown() + "\n"
     yield "![Memory, descriptors, lag, starts and rollouts over the run](results-long-run.svg)\n"
