@@ -573,7 +573,7 @@ class RequestMemo:
         self._known: list[_Known] = []
 
     def parse(self, dialect: Dialect, body: bytes) -> ParsedRequest:
-        """Return `dialect.parse(body)`. Raises ApiError as that does."""
+        """Return `dialect.parse(body)`, with a digest of the body. Raises ApiError as that does."""
         if (extended := self.extend(dialect, body)) is not None:
             return extended
         call, field, digest = dialect.parse(body), dialect.appended_field, hashlib.blake2b(digest_size=16)
