@@ -80,13 +80,13 @@ day, each with its own benchmarks.
 - Collection costs more than on 25 November, and no more than on 26 November. In between, aiohttp's client replaced an
   HTTP client of this project, which had a defect. With the code before and after this change, 1,024 results at once
   took 1.64 and 2.61 ms at best of four runs each, on a busy machine. The floor still has a client of its own.
-- A gateway's calls cost what they did on 26 November. On 30 November both codes took turns, three runs each, beside a
-  long run that made all slower than in the table. The medians with the newer code, and with that of 26 November, in
-  ms: 1.98 and 2.01 at 500 calls a second, 2.30 and 2.38 with 32,768 tokens, 1.57 and 1.60 streamed without a pause,
-  1.29 and 1.29 with 1,000 in flight, 1.98 and 1.86 with 1 in flight.
-- The table is of 29 November, when calls with 32,768 tokens cost a third more. Since then, the known part of a long
-  conversation is neither parsed again nor handed to a thread. A session with so many tokens takes .5 MiB, and took
-  1 MiB on 26 November.
+- A gateway's calls cost about what they did on 26 November. On 30 November both codes took turns, three runs each, on
+  a day when both were slower than in the table. The medians with the newer code, and with that of 26 November, in ms:
+  1.98 and 2.01 at 500 calls a second, 2.30 and 2.38 with 32,768 tokens, 1.57 and 1.60 streamed without a pause, 1.29
+  and 1.29 with 1,000 in flight, 1.98 and 1.86 with 1 in flight. Runs of one code differ by up to a third.
+- The table is of 29 November, when calls with 32,768 tokens cost a third more. Since then, the new end of a long
+  conversation is no longer handed to a thread. A session with so many tokens takes .5 MiB, and took 1 MiB on 26
+  November.
 - Streamed calls at 500/s take 2 ms each, now and then, which is all of the gateway's core, so calls wait.
 """
 _TITLES = {

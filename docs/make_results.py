@@ -69,8 +69,7 @@ The mean difference of the runs of each seed, with its 95 % confidence interval 
 contains 0 shows no difference, and how large one could still be.
 """
 _LEARNING_TIME = """\
-The time of a step, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores, with a
-load average of 8 to 18.
+The time of a step, as verl measures it. Emulated AWS, agents and other programs ran on the same two cores.
 """
 _PARTS = """\
 One run of each loop, {steps} steps of seed 0, with newer code than the runs above: do not compare the two tables.
@@ -300,6 +299,7 @@ def _learning(results: dict[str, Any]) -> Iterator[str]:
     yield _INTERVALS
     yield learning_report.differences(results, "verl").markdown() + "\n"
     yield _LEARNING_TIME
+    yield from results.get("notes", ())
     yield learning_report.parts(results).markdown() + "\n"
 
 

@@ -587,8 +587,8 @@ class RequestMemo:
     def extend(
         self, dialect: Dialect, body: bytes, is_brief: Callable[[bytes], bool] = lambda _: True
     ) -> ParsedRequest | None:
-        """Return what `parse` does if the body extends a known one and `is_brief(rest)` is true for what must be
-        parsed; else None. Takes little longer than a digest of the body."""
+        """Return what `parse` returns, or None if the body does not extend a known one or `is_brief` is false for the
+        rest. Apart from parsing the rest, this takes as long as digesting the body a few times."""
         field = dialect.appended_field
         if field is None or (begin := _begin_of_array(field, body)) is None:
             return None
@@ -603,7 +603,7 @@ class RequestMemo:
     def _remembered(
         self, dialect: str, body: bytes, call: ModelCall, end: int, known: _Known | None, digest: hashlib.blake2b
     ) -> ParsedRequest:
-        """Remember a request whose last message ends at `end`. `digest` has consumed the part that was known."""
+        """Remember a request whose last message ends at `end`. `digest` is that of the known part."""
         digest.update(memoryview(body)[known.size if known else 0 : end])
         others = [each for each in self._known if each is not known][1 - _KEPT :]
         tail = body[max(0, end - _TAIL) : end]
@@ -616,8 +616,8 @@ class RequestMemo:
 def _parse_rest(
     dialect: Dialect, field: str, body: bytes, begin: int, known: _Known, is_brief: Callable[[bytes], bool]
 ) -> tuple[ModelCall, int] | None:
-    """Return the call, and the end of its last message in the body; None if the whole body must be parsed, or what is
-    new is not brief."""
+    """Return the call and the end of its last message in the body, or None if the whole body must be parsed or the
+    rest is not brief."""
     after = _NEXT.match(body, known.size)
     if after is None:
         return None
